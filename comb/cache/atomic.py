@@ -41,6 +41,16 @@ def write_temporary(folder: Path, data: bytes) -> Path:
     return path
 
 
+def write_whole(path: Path, data: bytes) -> None:
+    """Writes a file in one step, over one that is there. Raises OSError, and then leaves what was there."""
+    temporary = write_temporary(path.parent, data)
+    try:
+        temporary.replace(path)
+    except BaseException:
+        temporary.unlink(missing_ok=True)
+        raise
+
+
 def is_abandoned(path: Path) -> bool:
     """Whether `path` is a temporary file whose process is gone."""
     if not path.name.startswith(TEMPORARY_PREFIX):

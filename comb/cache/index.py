@@ -73,7 +73,7 @@ class CacheIndex(Generic[V]):
     """Entries in one or more tiers.
 
     Args:
-        budgets: of each tier by its name, uppermost first; None: unbounded.
+        tiers: by name, uppermost first.
         clock: seconds, for expiry.
         freed: called with each entry that was dropped or evicted, once nobody uses it any more.
 
@@ -84,14 +84,13 @@ class CacheIndex(Generic[V]):
 
     def __init__(
         self,
-        budgets: Mapping[str, int | None],
+        tiers: Mapping[str, Tier[V]],
         *,
         clock: Callable[[], float],
         freed: Callable[[IndexEntry[V]], None] = lambda entry: None,
     ) -> None:
-        self.tiers: dict[str, Tier[V]] = {name: Tier(budget) for name, budget in budgets.items()}
-        self.clock, self.freed = clock, freed
-        self.pins: dict[str, int] = {}
+        self.tiers, self.clock, self.freed = dict(tiers), clock, freed
+        self.pins: Counter[str] = Counter()
         self.claims: dict[str, Claim] = {}
         self.held: set[IndexEntry[V]] = set()
         self.expired = 0
@@ -104,18 +103,10 @@ class CacheIndex(Generic[V]):
         return next((tier.entries[key] for tier in self.tiers.values() if key in tier.entries), None)
 
     def add(self, tier: str, entry: IndexEntry[V]) -> None:
-        """Adds (or replaces) as the most recently used; the caller has made room. A held entry is one no longer."""
+        """Adds (or replaces) as the most recently used; the caller has made room."""
         self.pop(tier, entry.key)
-        if entry in self.held:
-            self._unhold(entry)
         entry.tier = tier
         self.tiers[tier].entries[entry.key] = entry
-        self.tiers[tier].used += entry.size
-
-    def hold(self, tier: str, entry: IndexEntry[V]) -> None:
-        """Takes room for an entry with references without letting anyone find it; given back at the last release."""
-        entry.tier = tier
-        self.held.add(entry)
         self.tiers[tier].used += entry.size
 
     def pop(self, tier: str, key: str) -> IndexEntry[V] | None:
@@ -125,10 +116,16 @@ class CacheIndex(Generic[V]):
             self.tiers[tier].used -= entry.size
         return entry
 
-    def victims(self, tier: str, size: int) -> list[IndexEntry[V]] | None:
-        """The least recently used entries whose eviction makes room for `size`; None if there is no such set."""
+    def make_room(self, tier: str, size: int) -> list[IndexEntry[V]] | None:
+        """Evicts what was used least recently until `size` fits, and returns it; None, evicting nothing, if it can't.
+
+        What has expired goes first, pinned or not.
+        """
         there = self.tiers[tier]
-        excess = 0 if there.budget is None else there.used + size - there.budget
+        if there.budget is None or there.used + size <= there.budget:
+            return []
+        self.drop_expired()
+        excess = there.used + size - there.budget
         chosen: list[IndexEntry[V]] = []
         for entry in there.entries.values():
             if excess <= 0:
@@ -136,28 +133,25 @@ class CacheIndex(Generic[V]):
             if not self.is_kept(entry):
                 chosen.append(entry)
                 excess -= entry.size
-        return chosen if excess <= 0 else None
+        if excess > 0:
+            return None
+        for entry in chosen:
+            self.pop(tier, entry.key)
+            there.counts["evictions"] += 1
+            self.freed(entry)
+        return chosen
 
     def is_kept(self, entry: IndexEntry[V]) -> bool:
         """Whether an entry may not be evicted."""
         return entry.references > 0 or entry.key in self.pins or entry.key in self.claims
 
-    def evict(self, entry: IndexEntry[V]) -> None:
-        """Takes out a victim."""
-        self.pop(entry.tier, entry.key)
-        self.tiers[entry.tier].counts["evictions"] += 1
-        self.freed(entry)
-
     def release(self, entry: IndexEntry[V]) -> None:
         """Takes back one reference."""
         entry.references -= 1
         if entry.references == 0 and entry in self.held:
-            self._unhold(entry)
+            self.held.remove(entry)
+            self.tiers[entry.tier].used -= entry.size
             self.freed(entry)
-
-    def _unhold(self, entry: IndexEntry[V]) -> None:
-        self.held.remove(entry)
-        self.tiers[entry.tier].used -= entry.size
 
     # ---- pins, expiry, removal ----
 
@@ -168,7 +162,7 @@ class CacheIndex(Generic[V]):
         """
         if self.get(key) is None and key not in self.claims:
             return False
-        self.pins[key] = self.pins.get(key, 0) + 1
+        self.pins[key] += 1
         return True
 
     def unpin(self, key: str) -> bool:
@@ -199,7 +193,8 @@ class CacheIndex(Generic[V]):
         entries = [entry for tier in self.tiers if (entry := self.pop(tier, key)) is not None]
         for entry in entries:
             if entry.references > 0:
-                self.hold(entry.tier, entry)
+                self.held.add(entry)  # takes room, though nobody finds it, until the last release
+                self.tiers[entry.tier].used += entry.size
             else:
                 self.freed(entry)
         self.pins.pop(key, None)
@@ -224,8 +219,8 @@ class CacheIndex(Generic[V]):
 
     def _drop_expired(self, keys: Iterable[str]) -> None:
         for key in keys:
-            ends = [tier.entries[key].expires_at for tier in self.tiers.values() if key in tier.entries]
-            if ends and min(ends) <= self.clock():
+            found = [tier.entries[key] for tier in self.tiers.values() if key in tier.entries]
+            if any(entry.expires_at <= self.clock() for entry in found):
                 self.expired += 1
                 self.drop(key)
 
@@ -257,12 +252,10 @@ class CacheIndex(Generic[V]):
         for name, tier in self.tiers.items():
             total = sum(entry.size for entry in (*tier.entries.values(), *self.held) if entry.tier == name)
             check(f"{name}: {tier.used} counted as used equal the sum of entries {total}", tier.used == total)
-            within = tier.budget is None or tier.used <= tier.budget
-            check(f"{name}: {tier.used} used within the budget {tier.budget}", within)
+            check(f"{name}: {tier.used} used within the budget {tier.budget}", tier.admits(tier.used))
             for key, entry in tier.entries.items():
-                check(
-                    f"{name}: listed as {key}, is {entry.key} in {entry.tier}", (key, name) == (entry.key, entry.tier)
-                )
+                there = (key, name) == (entry.key, entry.tier)
+                check(f"{name}: listed as {key}, is {entry.key} in {entry.tier}", there)
                 check(f"{name}: references of {key} >= 0", entry.references >= 0)
         found = {id(entry) for tier in self.tiers.values() for entry in tier.entries.values()}
         check("held entries are in use, and not found", all(e.references > 0 and id(e) not in found for e in self.held))

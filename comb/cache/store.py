@@ -5,7 +5,8 @@
 
 An entry is used on the device tier. Making room there moves the least recently used down, device -> host -> disk ->
 gone; a lookup brings it up again. A move up from the host takes the entry along; one from disk leaves the file, so
-that the next move down costs nothing and a restart finds it. `flush` writes what is only in memory.
+that the next move down costs nothing and a restart finds it. `flush` writes what is only in memory. What has a time to
+live stays in memory.
 
 Thread-safe. One lock guards the index; compiling, copying and file contents are handled outside of it, with the key
 claimed by one thread. Others who want the key wait for it, after finishing everything that they own themselves, so no
@@ -17,6 +18,8 @@ call that compiles returns, the device needs room for its misses beyond the budg
 
 from __future__ import annotations
 
+import logging
+import re
 import threading
 import time
 from collections.abc import Callable, Iterable, Sequence
@@ -26,10 +29,14 @@ from pathlib import Path
 
 import torch
 
-from comb.cache.index import Claim, IndexEntry
+from comb.cache.index import CacheIndex, Claim, IndexEntry, check
 from comb.cache.picache import PICache
-from comb.cache.picache_file import PICacheError
-from comb.cache.tiers import Evicted, StoreEntry, StoreTiers, checked_key
+from comb.cache.tiers import DiskTier, MemoryTier, StoreEntry
+
+logger = logging.getLogger(__name__)
+
+# keys are file names, so nothing that leads out of a folder or hides a file
+_KEY = re.compile(r"[0-9A-Za-z_][0-9A-Za-z._-]{0,127}")
 
 
 class PICacheTooLargeError(ValueError):
@@ -86,17 +93,51 @@ class PICacheRefs(list[PICacheRef], AbstractContextManager["PICacheRefs"]):
         self.release()
 
 
+@dataclass(frozen=True)
+class TierStats:
+    """A tier's size now, and counts since the store was made.
+
+    hits: keys found in this tier. evictions: entries that left for lack of room. damaged: unusable files met.
+    write_errors: files that could not be written.
+    """
+
+    entries: int
+    bytes: int
+    budget_bytes: int | None
+    hits: int = 0
+    evictions: int = 0
+    damaged: int = 0
+    write_errors: int = 0
+
+
+@dataclass(frozen=True)
+class StoreStats:
+    """The store now, and counts since it was made.
+
+    hits, misses: distinct keys per acquire call that were found (in any tier) or had to be compiled.
+    in_use: entries with a reference, `removed_in_use` of which are gone from lookup. expired: entries dropped by TTL.
+    """
+
+    tiers: dict[str, TierStats]
+    hits: int
+    misses: int
+    expired: int
+    in_use: int
+    pinned: int
+    removed_in_use: int
+
+
 @dataclass
 class PendingAcquire:
-    """One acquire under way: what it references, what it has claimed, and what it has evicted and must move down."""
+    """One call under way: what it references, what it has claimed, and what it has evicted and must move down."""
 
-    expires_at: float
+    expires_at: float = 0.0
     held: dict[str, tuple[StoreEntry, str]] = field(default_factory=dict)
     claimed: dict[str, Claim] = field(default_factory=dict)
-    evicted: Evicted = field(default_factory=list)
+    evicted: list[tuple[StoreEntry, Claim]] = field(default_factory=list)
 
 
-class PICacheStore(StoreTiers):
+class PICacheStore:
     """PICaches by content key, over the tiers device, host and disk.
 
     Pins are counted: as many `unpin` as `pin` calls. A pinned entry is never evicted from the tier it is in, but
@@ -107,10 +148,9 @@ class PICacheStore(StoreTiers):
         device: where PICaches are used.
         device_bytes: budget of the device tier; None: unbounded.
         host_bytes: budget of the host tier, for what the device has no room for; 0: no such tier.
-        disk_path: folder of the disk tier, private and of its own; None: no such tier.
+        disk_path: folder of the disk tier, private and of one process at a time; None: no such tier.
         disk_bytes: budget of the disk tier, in bytes of files; None: unbounded.
-        clock: seconds, for TTLs in memory. wall_clock: seconds since the epoch, for TTLs on disk.
-        wait_s: the longest wait for a key that another thread is compiling or moving.
+        clock: seconds, for times to live.
 
     Raises:
         ValueError: a negative budget, or a folder that can't be used.
@@ -125,13 +165,24 @@ class PICacheStore(StoreTiers):
         disk_path: Path | str | None = None,
         disk_bytes: int | None = None,
         clock: Callable[[], float] = time.monotonic,
-        wall_clock: Callable[[], float] = time.time,
-        wait_s: float = 600.0,
     ) -> None:
-        budgets = {"device": device_bytes, "host": host_bytes, "disk": disk_bytes}
-        super().__init__(budgets, None if disk_path is None else Path(disk_path).expanduser(), clock, wall_clock)
+        for name, budget in {"device": device_bytes, "host": host_bytes, "disk": disk_bytes}.items():
+            if budget is not None and budget < 0:
+                raise ValueError(f"{name}_bytes expects a number of bytes >= 0, got {budget}")
         self.device = torch.device(device)
-        self._wait_s = wait_s
+        self._device, self._host = MemoryTier(device_bytes, device), MemoryTier(host_bytes, "cpu")
+        self._tiers: dict[str, MemoryTier | DiskTier] = {"device": self._device, "host": self._host}
+        if disk_path is not None:
+            self._tiers["disk"] = DiskTier(disk_bytes, Path(disk_path).expanduser())
+        self._index = CacheIndex(self._tiers, clock=clock, freed=lambda entry: self._tiers[entry.tier].freed(entry))
+        self._changed = threading.Condition()
+        self._misses = 0
+        if isinstance(disk := self._tiers.get("disk"), DiskTier):
+            pending = PendingAcquire()
+            for entry in disk.found():
+                if not self._admit([entry], "disk", pending):
+                    disk.freed(entry)
+            self._settle(pending)
 
     def acquire(
         self, keys: Sequence[str], compile: Callable[[list[int]], Sequence[PICache]], *, ttl_s: float | None = None
@@ -147,24 +198,30 @@ class PICacheStore(StoreTiers):
         Raises:
             ValueError: a key that can't be a file name, `ttl_s` <= 0, or `compile` returned something else.
             PICacheTooLargeError, StoreFullError: no room; nothing was evicted in vain.
-            TimeoutError: another thread didn't finish a key within `wait_s`.
             Exception: whatever `compile` raised. In all these cases every reference taken by the call is dropped.
         """
         positions: dict[str, int] = {}
         for index, key in enumerate(keys):
-            positions.setdefault(checked_key(key), index)
+            if not isinstance(key, str) or not _KEY.fullmatch(key):
+                raise ValueError(
+                    f"a key expects 1 to 128 letters, digits, '_', '-', '.' (content_key gives such), got {key!r}"
+                )
+            positions.setdefault(key, index)
         pending = PendingAcquire(self._index.expiry(ttl_s))
         wanted = list(positions)
         try:
             while wanted:
                 wanted = self._claim_missing(wanted, pending)
                 missing = [key for key in list(pending.claimed) if not self._promote(key, pending)]
-                self._move_down(pending.evicted)  # nobody should wait for these while we compile
+                self._move_down(pending)  # nobody should wait for these while we compile
                 if missing:
-                    compiled = compile([positions[key] for key in missing])
-                    self._admit_compiled(missing, compiled, pending)
+                    self._take_compiled(missing, compile([positions[key] for key in missing]), pending)
                 self._settle(pending)  # so nobody waits for us while we wait
-                self._wait_for_any(wanted)
+                with self._changed:
+                    while wanted and all(
+                        key in self._index.claims and key not in self._device.entries for key in wanted
+                    ):
+                        self._changed.wait()
             with self._changed:
                 for key in keys:
                     pending.held[key][0].references += 1
@@ -185,7 +242,7 @@ class PICacheStore(StoreTiers):
                     self._hold(entry, "device", pending)
                     self._device.touch(key)
                 elif claim is None:
-                    pending.claimed[key] = self._claim(key)
+                    pending.claimed[key] = self._index.claim(key, threading.current_thread())
                 elif claim.owner is threading.current_thread():
                     raise RuntimeError(f"compile asked the store for {key}, which it is compiling itself")
                 else:
@@ -198,7 +255,7 @@ class PICacheStore(StoreTiers):
         if tier == "compiled":
             self._misses += 1
         else:
-            self._index.tiers[tier].counts["hits"] += 1
+            self._tiers[tier].counts["hits"] += 1
 
     def _settle(self, pending: PendingAcquire) -> None:
         """Whatever happened: no key stays claimed on the call's account."""
@@ -206,57 +263,38 @@ class PICacheStore(StoreTiers):
             for key, claim in pending.claimed.items():
                 self._land(key, claim)
             pending.claimed.clear()
-        self._move_down(pending.evicted)
+        self._move_down(pending)
+
+    def _land(self, key: str, claim: Claim) -> None:
+        if self._index.land(key, claim):
+            self._changed.notify_all()
+
+    # ---- up ----
 
     def _promote(self, key: str, pending: PendingAcquire) -> bool:
-        """Brings a claimed key up from host or disk; False if it is in neither."""
+        """Brings a claimed key up to the device; False if it is in no tier, or its file can't be used."""
         with self._changed:
-            stored = self._host.entries.get(key)  # stays there until admitted: what is claimed is not evicted
-        if stored is not None:
-            entry = IndexEntry(key, stored.size, stored.value.to(self.device), stored.expires_at)
-            self._admit([entry], "host", pending)
-            return True
-        found = self._read_from_disk(key)
-        if found is not None:
-            self._admit([found], "disk", pending)
-        return found is not None
-
-    def _read_from_disk(self, key: str) -> StoreEntry | None:
-        """A claimed key's entry with its PICache; None if there is none, it expired, or its file can't be used."""
-        folder = self._folder
-        if folder is None:
-            return None
-        try:  # even if the index does not know the key: another process may have written the file
-            picache, file = folder.read(key, self.device)
-        except (OSError, PICacheError) as error:
+            entry = self._index.get(key)  # stays there until admitted: what is claimed is not evicted
+        if entry is None:
+            return False
+        picache = self._tiers[entry.tier].read(entry)
+        if picache is None:
             with self._changed:
-                self._index.pop("disk", key)
-                if not isinstance(error, FileNotFoundError):
-                    folder.drop_damaged(key, error)
-            return None
-        with self._changed:
-            on_disk = self._entry_of(file)
-            if self._is_over(on_disk):
-                self._index.pop("disk", key)
-                self._index.pins.pop(key, None)
-                self._index.expired += 1
-                folder.delete(key)
-                return None
-            if key in self._index.tiers["disk"].entries:
-                self._index.tiers["disk"].touch(key)
-            else:
-                self._adopt(file)
-        return IndexEntry(key, picache.nbytes, picache, on_disk.expires_at)
+                self._index.pop(entry.tier, key)
+            return False
+        above = self._device.put(IndexEntry(key, picache.nbytes, picache, entry.expires_at))
+        self._reference([above], entry.tier, pending)
+        return True
 
-    def _admit_compiled(self, keys: list[str], compiled: Sequence[PICache], pending: PendingAcquire) -> None:
+    def _take_compiled(self, keys: list[str], compiled: Sequence[PICache], pending: PendingAcquire) -> None:
         """Puts what `compile` returned on the device. Raises ValueError if it isn't one PICache per key."""
         if len(compiled) != len(keys) or not all(isinstance(picache, PICache) for picache in compiled):
             raise ValueError(f"compile expects to return one PICache for each of {len(keys)} indices, got {compiled!r}")
         own = [picache.to(self.device).standalone() for picache in compiled]
         entries = [IndexEntry(key, p.nbytes, p, pending.expires_at) for key, p in zip(keys, own, strict=True)]
-        self._admit(entries, "compiled", pending)
+        self._reference(entries, "compiled", pending)
 
-    def _admit(self, entries: Sequence[StoreEntry], tier: str, pending: PendingAcquire) -> None:
+    def _reference(self, entries: Sequence[StoreEntry], tier: str, pending: PendingAcquire) -> None:
         """Adds claimed entries to the device tier, referenced, or raises without having changed anything."""
         for entry in entries:
             if not self._device.admits(entry.size):
@@ -264,35 +302,164 @@ class PICacheStore(StoreTiers):
                     f"the PICache {entry.key} has {entry.size} bytes, the whole device budget is "
                     f"{self._device.budget}; raise device_bytes, or split the document"
                 )
-        needed = sum(entry.size for entry in entries)
         with self._changed:
-            victims = self._index.victims("device", needed)
-            if victims is None:
-                self._index.drop_expired()  # they may be pinned
-                victims = self._index.victims("device", needed)
-            if victims is None:
+            if not self._admit(entries, "device", pending):
+                needed = sum(entry.size for entry in entries)
                 raise StoreFullError(
                     f"no room for {needed} bytes ({len(entries)} documents): the device budget is "
                     f"{self._device.budget} bytes, {self._device.used} are taken, and evicting what is neither in use "
                     "nor pinned does not free enough; try again when requests have ended, unpin documents, use fewer "
                     "per request, or raise device_bytes"
                 )
-            for victim in victims:
-                self._evict(victim, pending.evicted)
             for entry in entries:
-                claim = pending.claimed.pop(entry.key)
+                self._index.pop("host", entry.key)
                 self._hold(entry, tier, pending)
+                claim = pending.claimed.pop(entry.key)
                 if claim.dropped:  # removed while we worked on it: ours to use, nobody else's to find
-                    self._index.hold("device", entry)
-                else:
-                    self._index.pop("host", entry.key)
-                    self._index.add("device", entry)
+                    self._index.drop(entry.key)
                 self._land(entry.key, claim)
 
-    def _wait_for_any(self, busy: list[str]) -> None:
-        def one_is_free() -> bool:
-            return any(key not in self._index.claims or key in self._device.entries for key in busy)
+    def _admit(self, entries: Sequence[StoreEntry], tier: str, pending: PendingAcquire) -> bool:
+        """Adds entries to a tier, evicting what it takes; False, having changed nothing, if there is no such room."""
+        victims = self._index.make_room(tier, sum(entry.size for entry in entries))
+        for victim in victims or ():
+            pending.evicted.append((victim, self._index.claim(victim.key, threading.current_thread())))
+        for entry in entries if victims is not None else ():
+            self._index.add(tier, entry)
+        return victims is not None
 
+    # ---- down ----
+
+    def _move_down(self, pending: PendingAcquire) -> None:
+        """Puts evicted entries into the next tier with room (outside the lock); trouble loses entries, not requests."""
+        try:
+            for entry, claim in pending.evicted:  # grows while we go: lower tiers evict too
+                names = list(self._tiers)
+                try:
+                    any(self._keep(entry, claim, name, pending) for name in names[names.index(entry.tier) + 1 :])
+                except Exception:
+                    logger.exception("could not move the PICache %s to a lower tier; dropping it", entry.key)
+                with self._changed:
+                    self._land(entry.key, claim)
+        finally:
+            with self._changed:
+                for entry, claim in pending.evicted:
+                    self._land(entry.key, claim)
+            pending.evicted.clear()
+
+    def _keep(self, entry: StoreEntry, claim: Claim, name: str, pending: PendingAcquire) -> bool:
+        """Puts an entry whose key is claimed into a lower tier, unless it is there; False if there is no room."""
+        tier = self._tiers[name]
         with self._changed:
-            if busy and not self._changed.wait_for(one_is_free, self._wait_s):
-                raise TimeoutError(f"another thread has been compiling or moving {busy[0]} for over {self._wait_s} s")
+            if entry.key in tier.entries:
+                tier.touch(entry.key)
+                return True
+        kept = tier.put(entry) if tier.takes(entry) else None
+        if kept is None:
+            return False
+        with self._changed:  # it may have been removed, or been given a time to live
+            done = not claim.dropped and tier.takes(entry) and self._admit([kept], name, pending)
+            if not done:
+                tier.freed(kept)
+        return done
+
+    def flush(self) -> int:
+        """Writes what is only in memory to the disk tier, and leaves it where it is; returns how many were written.
+
+        Entries that another thread is working on are left to it. Without a disk tier nothing happens.
+        """
+        written = 0
+        with self._changed:
+            entries = [*self._host.entries.values(), *self._device.entries.values()] if "disk" in self._tiers else []
+        for entry in entries:
+            key, pending = entry.key, PendingAcquire()
+            with self._changed:
+                current = self._tiers[entry.tier].entries.get(key) is entry
+                if not current or key in self._index.claims or key in self._tiers["disk"].entries:
+                    continue
+                pending.claimed[key] = claim = self._index.claim(key, threading.current_thread())
+            try:
+                written += self._keep(entry, claim, "disk", pending)
+            finally:
+                self._settle(pending)
+        return written
+
+    # ---- what is quickly asked ----
+
+    def lookup(self, key: str) -> str | None:
+        """The uppermost tier that has `key` ("device", "host", "disk"), or None; takes no reference, moves nothing."""
+        with self._changed:
+            entry = self._index.get(key)
+            return None if entry is None else entry.tier
+
+    def pin(self, key: str) -> bool:
+        """Keeps `key` from being evicted until as many `unpin`; False (and no pin) if it is neither here nor coming."""
+        with self._changed:
+            return self._index.pin(key)
+
+    def unpin(self, key: str) -> bool:
+        """Takes back one `pin`; False if there is none (expiry, `remove` and `clear` end pins)."""
+        with self._changed:
+            return self._index.unpin(key)
+
+    def set_expiry(self, key: str, ttl_s: float | None) -> bool:
+        """Gives an entry in memory a new time to live, from now; None: for ever. False if it isn't in memory.
+
+        With an end, its copy on disk is deleted.
+
+        Raises:
+            ValueError: `ttl_s` <= 0.
+        """
+        with self._changed:
+            entry = self._index.get(key)
+            if entry is None or entry.tier == "disk":
+                return False
+            self._index.set_expiry(key, ttl_s)
+            if ttl_s is not None and "disk" in self._tiers and (copy := self._index.pop("disk", key)) is not None:
+                self._index.freed(copy)
+            return True
+
+    def remove(self, key: str) -> bool:
+        """Forgets `key` in all tiers, pinned or not; True if it was there (or being compiled or moved).
+
+        It is gone from lookup at once. In use, it stays valid for those who hold it and its memory is freed at the last
+        release. Being compiled, the result goes to those who asked for it and is not stored.
+        """
+        with self._changed:
+            self._index.get(key)  # what has expired isn't there
+            return self._index.drop(key)
+
+    def clear(self) -> None:
+        """Removes every entry from every tier, pins included."""
+        with self._changed:
+            self._index.clear()
+
+    def stats(self) -> StoreStats:
+        """Counts and sizes, taken in one moment."""
+        with self._changed:
+            tiers = {
+                name: TierStats(len(tier.entries), tier.used, tier.budget, **tier.counts)
+                for name, tier in self._tiers.items()
+            }
+            removed = len(self._index.held)
+            return StoreStats(
+                tiers=tiers,
+                hits=sum(tier.hits for tier in tiers.values()),
+                misses=self._misses,
+                expired=self._index.expired,
+                in_use=sum(entry.references > 0 for entry in self._device.entries.values()) + removed,
+                pinned=len(self._index.pins),
+                removed_in_use=removed,
+            )
+
+    def check_integrity(self) -> None:
+        """Raises IntegrityError naming the first broken invariant. Cheap enough to call whenever the engine is idle."""
+        with self._changed:
+            self._index.check_integrity()
+            for key, entry in [*self._device.entries.items(), *self._host.entries.items()]:
+                size = entry.value.nbytes
+                check(f"{key} counted as {entry.size} bytes, has {size}", size == entry.size)
+            check("no references on the host", not any(entry.references for entry in self._host.entries.values()))
+            check("no key on device and host at once", self._device.entries.keys().isdisjoint(self._host.entries))
+            ownerless = [key for key, claim in self._index.claims.items() if not claim.owner.is_alive()]
+            check(f"no key in flight without an owner: {ownerless}", not ownerless)

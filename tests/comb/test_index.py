@@ -7,12 +7,12 @@ from dataclasses import replace
 
 import pytest
 
-from comb.cache.index import CacheIndex, IndexEntry, IntegrityError
+from comb.cache.index import CacheIndex, IndexEntry, IntegrityError, Tier
 
 
 def filled() -> CacheIndex[str]:
     """Two tiers; "a" is in the upper one, "held" was dropped in use."""
-    index: CacheIndex[str] = CacheIndex({"upper": 10, "lower": None}, clock=lambda: 0.0)
+    index: CacheIndex[str] = CacheIndex({"upper": Tier(10), "lower": Tier(None)}, clock=lambda: 0.0)
     index.add("upper", IndexEntry("a", 4, "A"))
     index.add("upper", IndexEntry("held", 5, "H", references=1))
     index.drop("held")
@@ -46,14 +46,14 @@ def test_check_integrity_names_the_broken_invariant(spoil: Callable[[CacheIndex[
 
 def test_what_is_freed_is_freed_once_and_when_nobody_uses_it() -> None:
     freed: list[str] = []
-    index: CacheIndex[str] = CacheIndex({"pool": 3}, clock=lambda: 0.0, freed=lambda entry: freed.append(entry.key))
+    pool: Tier[str] = Tier(3)
+    index = CacheIndex({"pool": pool}, clock=lambda: 0.0, freed=lambda entry: freed.append(entry.key))
     entries = {key: IndexEntry(key, 1, key, references=int(key == "used")) for key in ("old", "used", "new")}
     for one in entries.values():
         index.add("pool", one)
     assert index.pin("old")
-    assert index.victims("pool", 2) is None
-    assert [victim.key for victim in index.victims("pool", 1) or ()] == ["new"]
-    index.evict(entries["new"])
+    assert index.make_room("pool", 2) is None
+    assert [victim.key for victim in index.make_room("pool", 1) or ()] == ["new"]
     assert index.drop("used")
     assert index.drop("old")
     assert freed == ["new", "old"]
@@ -61,6 +61,7 @@ def test_what_is_freed_is_freed_once_and_when_nobody_uses_it() -> None:
     index.release(entries["used"])
     assert freed == ["new", "old", "used"]
     assert index.tiers["pool"].used == 0
-    index.add("pool", replace(entries["new"]))
-    assert index.victims("pool", 3) == [index.get("new")]
-    assert index.victims("pool", 4) is None
+    new = replace(entries["new"])
+    index.add("pool", new)
+    assert index.make_room("pool", 4) is None
+    assert index.make_room("pool", 3) == [new]

@@ -14,7 +14,8 @@ from comb.cache.index import IntegrityError
 from comb.cache.picache import DecoderPICache, TokenPICache
 from comb.cache.picache_file import serialize
 from comb.cache.store import PICacheStore, PICacheTooLargeError, StoreFullError
-from tests.helpers.stores import NBYTES, TOKENS, Clock, Compiler, fail, files, hold, pic, use
+from comb.cache.tiers import SUFFIX
+from tests.helpers.stores import NBYTES, TOKENS, Clock, Compiler, fail, files, hold, pic, use, with_metadata
 
 # ---- lookup, references, pins ----
 
@@ -50,24 +51,6 @@ def test_release_is_idempotent_and_ends_use() -> None:
     with second:
         pass
     assert store.stats().in_use == 0
-
-
-def test_an_expiry_can_be_set_anew(tmp_path: Path) -> None:
-    now = [0.0]
-    clocks = {"clock": lambda: now[0], "wall_clock": lambda: now[0]}
-    store = PICacheStore(disk_path=tmp_path / "store", **clocks)
-    use(store, "k1", "k2")
-    store.flush()
-    assert store.set_expiry("k1", 5.0)
-    assert not store.set_expiry("k9", 5.0)
-    with pytest.raises(ValueError, match="ttl_s expects seconds > 0"):
-        store.set_expiry("k1", 0)
-    store.flush()
-    now[0] = 6.0
-    assert store.lookup("k1") is None
-    again = PICacheStore(disk_path=tmp_path / "store", **clocks)
-    assert [again.lookup(key) for key in ("k1", "k2")] == [None, "disk"]
-    store.check_integrity()
 
 
 def test_in_use_and_pinned_are_never_evicted() -> None:
@@ -167,21 +150,20 @@ def test_expired_is_a_miss(pinned: bool) -> None:
     assert use(store, "k3", "k2") == ["compiled", "device"]  # what has expired makes room, pinned or not
 
 
-def test_expiry_survives_a_restart_on_the_wall_clock(tmp_path: Path) -> None:
-    store = PICacheStore(disk_path=tmp_path, clock=Clock(5), wall_clock=Clock(1000))
+def test_what_expires_is_on_no_disk(tmp_path: Path) -> None:
+    store = PICacheStore(device_bytes=2 * NBYTES, disk_path=tmp_path)
     use(store, "k1", ttl_s=10)
-    use(store, "k2", ttl_s=20)
-    use(store, "k3")
-    assert store.flush() == 3
-    clock, wall_clock = Clock(77777), Clock(1009)
-    again = PICacheStore(disk_path=tmp_path, clock=clock, wall_clock=wall_clock)
-    assert use(again, "k1") == ["disk"]
-    clock.now += 1
-    wall_clock.now += 1
-    assert [again.lookup(key) for key in ("k1", "k2", "k3")] == [None, "disk", "disk"]
-    assert files(tmp_path) == ["k2", "k3"]
-    late = PICacheStore(disk_path=tmp_path, clock=Clock(0), wall_clock=Clock(1e6))
-    assert use(late, "k2", "k3") == ["compiled", "disk"]
+    use(store, "k2")
+    assert store.flush() == 1
+    assert store.set_expiry("k2", 10)
+    assert files(tmp_path) == []
+    use(store, "k3", "k4")
+    assert files(tmp_path) == []
+    with pytest.raises(ValueError, match="ttl_s expects seconds > 0"):
+        store.set_expiry("k3", 0)
+    # files of earlier versions had an end
+    (tmp_path / f"k5{SUFFIX}").write_bytes(with_metadata(serialize(pic("k5"), "k5"), expires_at="1e9"))
+    assert use(PICacheStore(disk_path=tmp_path), "k5") == ["compiled"]
 
 
 # ---- tiers ----
@@ -226,7 +208,7 @@ def test_another_device_holds_its_own_copies() -> None:
 
 
 def spoil_claim(store: PICacheStore) -> None:
-    thread = threading.Thread(target=lambda: store._claim("k9"))
+    thread = threading.Thread(target=lambda: store._index.claim("k9", threading.current_thread()))
     thread.start()
     thread.join()
 

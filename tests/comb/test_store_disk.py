@@ -1,4 +1,4 @@
-"""The store's disk tier: restarts, damage, full disks, folders that are shared, foreign or gone."""
+"""The store's disk tier: restarts, damage, full disks, times to live, folders that are foreign or gone."""
 
 from __future__ import annotations
 
@@ -13,11 +13,9 @@ from pathlib import Path
 import pytest
 
 import comb.cache.atomic
-import comb.cache.store
-from comb.cache.disk import SUFFIX
-from comb.cache.index import IntegrityError
 from comb.cache.picache_file import serialize
 from comb.cache.store import PICacheStore
+from comb.cache.tiers import SUFFIX
 from tests.helpers.stores import NBYTES, Compiler, files, hold, pic, use
 
 
@@ -62,29 +60,7 @@ def test_a_file_name_is_not_trusted(tmp_path: Path, caplog: pytest.LogCaptureFix
     store.flush()
     (tmp_path / f"k1{SUFFIX}").rename(tmp_path / f"k2{SUFFIX}")
     assert use(PICacheStore(disk_path=tmp_path), "k2") == ["compiled"]
-    assert "the file holds the key 'k1'" in caplog.text
-
-
-def test_two_stores_share_a_folder(tmp_path: Path) -> None:
-    ours, theirs = (PICacheStore(device_bytes=NBYTES, disk_path=tmp_path) for _ in range(2))
-    use(theirs, "k1")
-    theirs.flush()
-    assert ours.lookup("k1") is None  # unknown until asked for or swept
-    assert use(ours, "k1") == ["disk"]
-    use(theirs, "k2")
-    theirs.flush()
-    ours.sweep()
-    assert ours.lookup("k2") == "disk"
-    assert theirs.remove("k2")
-    with pytest.raises(IntegrityError, match=r"disk index equals the folder: k2: [0-9]+ bytes listed, None on disk"):
-        ours.check_integrity()
-    ours.check_integrity(shared_folder=True)
-    assert use(ours, "k2") == ["compiled"]  # vanished under us
-    assert ours.stats().tiers["disk"].damaged == 0
-    theirs.clear()
-    ours.sweep()
-    assert ours.lookup("k1") is None
-    ours.check_integrity()
+    assert "the file holds 'k1'" in caplog.text
 
 
 @pytest.mark.parametrize("function", ["os.fsync", "pathlib.Path.replace", "comb.cache.atomic.os.open"])
@@ -121,9 +97,8 @@ def test_left_over_temporary_files_of_a_dead_process_are_deleted(tmp_path: Path)
     for name in names:
         (tmp_path / name).write_bytes(b"half")
     os.utime(tmp_path / ".tmp-elsewhere-1-x-old", (1, 1))
-    store = PICacheStore(disk_path=tmp_path)
+    PICacheStore(disk_path=tmp_path)
     assert set(files(tmp_path)) == {name for name, deleted in names.items() if not deleted}
-    store.check_integrity()
 
 
 def test_a_folder_in_the_home_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -157,7 +132,6 @@ def test_other_files_in_the_folder_are_left_alone(tmp_path: Path) -> None:
     store = PICacheStore(disk_path=tmp_path)
     use(store, "k1")
     store.flush()
-    store.sweep()
     store.clear()
     assert files(tmp_path) == ["model.safetensors"]
 
@@ -167,12 +141,11 @@ def test_a_file_that_can_neither_be_read_nor_deleted_is_ignored(
 ) -> None:
     (tmp_path / f"k1{SUFFIX}").mkdir()  # reading and deleting a folder as a file fail for everyone, root too
     store = PICacheStore(device_bytes=NBYTES, disk_path=tmp_path)
-    assert store.lookup("k1") is None
     assert use(store, "k1") == ["compiled"]
     use(store, "k2")  # k1 can't be written either
     assert store.stats().tiers["disk"].write_errors == 1
     assert use(store, "k1") == ["compiled"]
-    assert caplog.text.count("dropping the unusable cache file") == 1
+    assert caplog.text.count("dropping the unusable file") == 1
 
 
 def test_a_folder_deleted_under_us_is_no_crash(tmp_path: Path) -> None:
@@ -185,8 +158,6 @@ def test_a_folder_deleted_under_us_is_no_crash(tmp_path: Path) -> None:
         folder.rmdir()
     with store.acquire(["k1"], Compiler()(["k1"])) as handles:
         assert handles[0].tier == "compiled"
-    store.sweep()
-    assert store.lookup("k2") is None
     assert store.stats().tiers["disk"].write_errors == 1
     store.check_integrity()
 

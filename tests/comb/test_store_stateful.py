@@ -5,7 +5,7 @@ from __future__ import annotations
 import shutil
 import tempfile
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 
 import pytest
@@ -15,9 +15,10 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 from hypothesis.stateful import run_state_machine_as_test as run_machine
 
-from comb.cache.disk import SUFFIX
 from comb.cache.picache import TokenPICache
 from comb.cache.store import PICacheRef, PICacheStore, PICacheTooLargeError, StoreFullError
+from comb.cache.tiers import SUFFIX
+from tests.helpers.stores import files
 
 SIZES = {"a": 8, "b": 8, "c": 16, "d": 16, "e": 24, "f": 32, "huge": 72}  # bytes
 DEVICE_BYTES, HOST_BYTES = 64, 40
@@ -28,14 +29,15 @@ REQUESTS = st.lists(KEYS, min_size=1, max_size=4) | st.just(["a", "huge"])
 class Model:
     """What the store is to do, one thing after another. Dicts are in order of use, oldest first.
 
-    The disk is unbounded, so nothing is lost but by removal, expiry, damage, or a restart without a flush.
+    The disk is unbounded, so nothing is lost but by removal, expiry, damage, a restart without a flush, or a time to
+    live, with which nothing is written.
     """
 
     def __init__(self) -> None:
         self.device: dict[str, int] = {}
         self.host: dict[str, int] = {}
         self.disk: set[str] = set()
-        self.damaged: set[str] = set()
+        self.damaged: set[str] = set()  # on disk, and of no use
         self.references: Counter[str] = Counter()
         self.pins: Counter[str] = Counter()
         self.removed_bytes = 0
@@ -107,7 +109,7 @@ class Model:
             key, from_device = evicted.pop(0)
             kept = [k for k in self.host if self.pins[k]]
             if not from_device or SIZES[key] + sum(SIZES[k] for k in kept) > HOST_BYTES:
-                self.disk.add(key)
+                self.write([key])
                 continue
             for victim in [k for k in self.host if k not in kept]:
                 if sum(self.host.values()) + SIZES[key] <= HOST_BYTES:
@@ -115,6 +117,11 @@ class Model:
                 del self.host[victim]
                 evicted.append((victim, False))
             self.host[key] = SIZES[key]
+
+    def write(self, keys: Iterable[str]) -> int:
+        new = {key for key in keys if self.expires_at[key] == float("inf")} - self.disk
+        self.disk |= new
+        return len(new)
 
     def remove(self, key: str) -> bool:
         known = self.lookup(key) is not None
@@ -146,7 +153,6 @@ class StoreMachine(RuleBasedStateMachine):
             host_bytes=HOST_BYTES,
             disk_path=self.folder,
             clock=lambda: self.now,
-            wall_clock=lambda: 1e6 + self.now,
         )
 
     def teardown(self) -> None:
@@ -235,10 +241,21 @@ class StoreMachine(RuleBasedStateMachine):
     @rule(seconds=st.sampled_from([1.0, 5.0, 30.0]))
     def wait(self, seconds: float) -> None:
         self.now += seconds
-        expired = [key for key, expires_at in self.model.expires_at.items() if expires_at <= self.now]
-        assert self.store.sweep() == len([key for key in expired if self.model.lookup(key)])
+        expired, before = [k for k, at in self.model.expires_at.items() if at <= self.now], self.store.stats().expired
+        assert [self.store.lookup(key) for key in expired] == [None] * len(expired)
+        assert self.store.stats().expired - before == len([key for key in expired if self.model.lookup(key)])
         for key in expired:
             self.forget(key)
+
+    @rule(key=KEYS, ttl_s=st.sampled_from([None, 5, 10]))
+    def set_expiry(self, key: str, ttl_s: float | None) -> None:
+        there = self.model.lookup(key) in ("device", "host")
+        assert self.store.set_expiry(key, ttl_s) == there
+        if there:
+            self.model.expires_at[key] = float("inf") if ttl_s is None else self.now + ttl_s
+        if there and ttl_s is not None:
+            self.model.disk.discard(key)
+            self.model.damaged.discard(key)
 
     @rule(step=st.sampled_from(["flush"] * 4 + ["clear", "restart", "flush and restart"]))
     def seldom(self, step: str) -> None:
@@ -250,36 +267,28 @@ class StoreMachine(RuleBasedStateMachine):
             self.restart()
 
     def flush(self) -> None:
-        memory = self.model.device.keys() | self.model.host.keys()
-        assert self.store.flush() == len(memory - self.model.disk)
-        self.model.disk |= memory
+        assert self.store.flush() == self.model.write(self.model.device.keys() | self.model.host.keys())
 
     def restart(self) -> None:
         """Also what a crash looks like: nobody gets to release anything."""
         old, self.model = self.model, Model()
-        self.model.disk, self.model.damaged, self.model.generation = old.disk, old.damaged, old.generation
-        self.model.expires_at = {key: at for key, at in old.expires_at.items() if key in old.disk}
+        self.model.disk, self.model.generation = set(files(self.folder)), old.generation
+        self.model.damaged = old.damaged & self.model.disk
+        self.model.expires_at = dict.fromkeys(self.model.disk, float("inf"))
         self.handles, self.removed = [], []
         self.open()
 
-    @precondition(lambda self: self.model.disk)
-    @rule(data=st.data())
-    def corrupt(self, data: st.DataObject) -> None:
-        key = data.draw(st.sampled_from(sorted(self.model.disk)))
+    @precondition(lambda self: self.model.disk - self.model.damaged)
+    @rule(data=st.data(), vanish=st.sampled_from([False] * 3 + [True]))
+    def damage(self, data: st.DataObject, vanish: bool) -> None:
+        key = data.draw(st.sampled_from(sorted(self.model.disk - self.model.damaged)))
         path = self.folder / f"{key}{SUFFIX}"
         content = bytearray(path.read_bytes())
-        content[-1] ^= 0xFF if key not in self.model.damaged else 0
-        path.write_bytes(content)
+        content[-1] ^= 0xFF
+        path.unlink()
+        if not vanish:
+            path.write_bytes(content)
         self.model.damaged.add(key)
-
-    @precondition(lambda self: self.model.disk)
-    @rule(data=st.data())
-    def vanish(self, data: st.DataObject) -> None:
-        key = data.draw(st.sampled_from(sorted(self.model.disk)))
-        (self.folder / f"{key}{SUFFIX}").unlink()
-        self.store.sweep()
-        self.model.disk.discard(key)
-        self.model.damaged.discard(key)
 
     @invariant()
     def consistent(self) -> None:
@@ -294,6 +303,8 @@ class StoreMachine(RuleBasedStateMachine):
         assert stats.tiers["device"].bytes == sum(self.model.device.values()) + self.model.removed_bytes
         assert stats.tiers["host"].bytes == sum(self.model.host.values())
         assert stats.tiers["disk"].entries == len(self.model.disk)
+        # no file is left behind; a damaged one may be gone
+        assert self.model.disk - self.model.damaged <= set(files(self.folder)) <= self.model.disk
         assert stats.pinned == sum(count > 0 for count in self.model.pins.values())
         assert stats.in_use == len({id(handle._entry) for handle, _ in self.handles})
 
@@ -320,7 +331,8 @@ def forget_to_count(store: PICacheStore, key: str) -> bool:
         ("comb.cache.store.PICacheStore.remove", forget_to_count),
         ("comb.cache.index.Tier.touch", lambda tier, key: tier.entries.move_to_end(key, last=False)),
         ("comb.cache.index.CacheIndex.is_kept", lambda index, entry: entry.key in index.pins),
-        ("comb.cache.disk.DiskFolder.delete", lambda folder, key: None),
+        ("comb.cache.tiers.DiskTier.freed", lambda tier, entry: None),
+        ("comb.cache.tiers.DiskTier.takes", lambda tier, entry: True),
         ("comb.cache.picache_file._checksum", lambda metadata, tensors: "always right"),
     ],
 )

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import torch
 
-from comb.cache.disk import SUFFIX
 from comb.cache.picache import TokenPICache
 from comb.cache.store import PICacheRefs, PICacheStore
+from comb.cache.tiers import SUFFIX
 
 TOKENS = 4
 NBYTES = 8 * TOKENS
@@ -63,3 +64,12 @@ def fail(indices: list[int]) -> list[TokenPICache]:
 
 def files(folder: Path) -> list[str]:
     return sorted(path.name.removesuffix(SUFFIX) for path in folder.iterdir())
+
+
+def with_metadata(data: bytes, **changes: str) -> bytes:
+    """The file with other metadata, as a program that knows the format would write it."""
+    length = int.from_bytes(data[:8], "little")
+    header = json.loads(data[8 : 8 + length])
+    header["__metadata__"].update(changes)
+    text = json.dumps(header).encode()
+    return len(text).to_bytes(8, "little") + text + data[8 + length :]

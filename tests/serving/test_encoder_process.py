@@ -88,9 +88,11 @@ async def test_the_pool_holds_what_encode_gives_bit_for_bit(
 ) -> None:
     pools = make_pools(adapter, folder)
     pools[0].tensor.fill_(float("nan"))
-    async with running(nano_adapter, folder, pools[0], count=2, host_bytes=2**20) as (manager, encoders):
+    tiers = {"host_bytes": 2**20, "disk_path": str(tmp_path / "disk")}
+    async with running(nano_adapter, folder, pools[0], count=2, **tiers) as (manager, encoders):
         assert (await encoders.identity()).fingerprint == adapter.fingerprint
         await until(lambda: all(encoder.writer is not None for encoder in encoders.watched))
+        assert sorted(path.name for path in (tmp_path / "disk").iterdir()) == ["encoder-0-of-2", "encoder-1-of-2"]
         for number in range(3):
             (one,) = await wanted(manager, range(number, number + 1), 13 + number)
             lease = await manager.acquire([one])

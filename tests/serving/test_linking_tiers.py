@@ -9,8 +9,9 @@ import pytest
 import torch
 
 from comb_serving.config.options import DISK_PATH, HOST_BYTES
+from comb_serving.encoding.kept import kept_store
 from comb_serving.pool.handles import PoolHandle
-from comb_serving.vllm.linking.tiers import KeptDocuments, kept_documents
+from comb_serving.vllm.linking.tiers import KeptDocuments
 from tests.helpers.engines import SMALL, greedy
 from tests.helpers.linked import PROMPTS, LinkedEngine, largest_difference, linked_engine, plain_llama
 from tests.helpers.processes import wait_for
@@ -20,8 +21,15 @@ pytestmark = [pytest.mark.vllm, pytest.mark.usefixtures("plugin")]
 ROWS = torch.arange(12.0).view(4, 3)
 
 
+def documents(**options: Any) -> KeptDocuments:
+    given = {"host_bytes": 0, "disk_path": None, "disk_bytes": None, "largest_bytes": ROWS.nbytes, **options}
+    store = kept_store(**given)
+    assert store is not None
+    return KeptDocuments(store)
+
+
 def test_what_is_kept_in_memory_is_found_and_the_oldest_goes_first() -> None:
-    kept = KeptDocuments(2 * ROWS.nbytes, None, None, ROWS.nbytes)
+    kept = documents(host_bytes=2 * ROWS.nbytes)
     for number in range(3):
         kept.keep(f"key-{number}", ROWS + number)
     kept.close()
@@ -35,11 +43,11 @@ def test_what_is_kept_in_memory_is_found_and_the_oldest_goes_first() -> None:
 
 
 def test_files_outlive_the_server_and_damaged_ones_are_no_document(tmp_path: Path) -> None:
-    first = KeptDocuments(0, tmp_path, None, ROWS.nbytes)
+    first = documents(disk_path=tmp_path)
     first.keep("one", ROWS)
     first.keep("other", ROWS)
     first.close()
-    again = KeptDocuments(0, tmp_path, None, ROWS.nbytes)
+    again = documents(disk_path=tmp_path)
     assert again.fetch("unknown") is None
     for name in ("one", "other"):
         found = again.fetch(name)
@@ -50,19 +58,21 @@ def test_files_outlive_the_server_and_damaged_ones_are_no_document(tmp_path: Pat
         content = bytearray(file.read_bytes())
         content[-5:-4] = bytes([content[-5] ^ 1]) if len(content) > ROWS.nbytes else content[-5:-4]
         file.write_bytes(content)
-    damaged = KeptDocuments(0, tmp_path, None, ROWS.nbytes)
+    damaged = documents(disk_path=tmp_path)
     assert damaged.fetch("one") is damaged.fetch("other") is None
 
 
 def test_ranks_share_budgets_and_not_folders(tmp_path: Path) -> None:
-    values: dict[str, Any] = {"disk_bytes": None, "ranks": 2, "largest_bytes": ROWS.nbytes}
-    assert kept_documents(host_bytes=0, disk_path=None, rank=0, **values) is None
-    one, other = (kept_documents(host_bytes=0, disk_path=str(tmp_path), rank=rank, **values) for rank in range(2))
-    assert one is not None
-    assert other is not None
+    assert kept_store(host_bytes=0, disk_path=None, disk_bytes=None, largest_bytes=1) is None
+    parts = {"disk_path": tmp_path / "kept", "disk_bytes": 2000, "parts": 2}
+    one, other = (documents(part=f"rank-{rank}", **parts) for rank in range(2))
+    assert one._store.stats().tiers["disk"].budget_bytes == 1000
     one.keep("key", ROWS)
     one.close()
     assert other.fetch("key") is None
+    assert documents(part="rank-1", **parts).fetch("key") is None
+    assert documents(part="rank-0", **parts).fetch("key") is not None
+    assert (tmp_path / "kept").stat().st_mode & 0o077 == 0
 
 
 @pytest.mark.slow

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from comb.cache.store import PICacheStore
 from comb_serving.vllm.linking.tiers import KeptDocuments
 from tests.helpers.simulated_device import DEVICE, DeviceTensor
 
@@ -90,7 +91,7 @@ class Gathered(DeviceTensor):
 
 
 def test_a_document_that_is_still_being_gathered_is_kept_whole(tmp_path: Path) -> None:
-    kept = KeptDocuments(2**20, tmp_path, None, ROWS.nbytes)
+    kept = KeptDocuments(PICacheStore(disk_path=tmp_path))
     taken = []
     with stream(Stream()):  # as vLLM's main thread has one
         for number in range(3):
@@ -103,7 +104,7 @@ def test_a_document_that_is_still_being_gathered_is_kept_whole(tmp_path: Path) -
             assert found is not None
             assert torch.equal(found[0], ROWS + number)
             assert found[1] == tier
-        kept = KeptDocuments(0, tmp_path, None, ROWS.nbytes)
+        kept = KeptDocuments(PICacheStore(disk_path=tmp_path))
     # their memory isn't anybody else's before the copy has been made
     assert all(len(rows.readers) == 1 and rows.readers[0] is not SHARED for rows in taken)
 

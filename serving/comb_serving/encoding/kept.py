@@ -8,11 +8,20 @@ from comb.cache.store import PICacheStore
 
 
 def kept_store(
-    *, host_bytes: int, disk_path: str | Path | None, disk_bytes: int | None, largest_bytes: int
+    *,
+    host_bytes: int,
+    disk_path: str | Path | None,
+    disk_bytes: int | None,
+    largest_bytes: int,
+    part: str = "",
+    parts: int = 1,
 ) -> PICacheStore | None:
     """A store of documents that have left a pool; None without any tier.
 
     Args:
+        host_bytes: of this store.
+        disk_path, disk_bytes: of all `parts` stores together; each has its share, in a folder named after `part`, as no
+            two processes share one.
         largest_bytes: of one document: what goes to the disk goes through memory, where there is always room for it.
 
     Raises:
@@ -20,11 +29,14 @@ def kept_store(
     """
     if not host_bytes and disk_path is None:
         return None
+    if disk_path is not None and part:
+        Path(disk_path).mkdir(mode=0o700, parents=True, exist_ok=True)
+        disk_path = Path(disk_path) / f"{part}-of-{parts}"
     return PICacheStore(
         device="cpu",
         device_bytes=max(host_bytes, 0 if disk_path is None else largest_bytes),
         disk_path=disk_path,
-        disk_bytes=disk_bytes,
+        disk_bytes=None if disk_bytes is None else disk_bytes // parts,
     )
 
 

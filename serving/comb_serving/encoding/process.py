@@ -81,7 +81,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     threading.Thread(target=receive, args=(connection, waiting), daemon=True).start()  # notices an early end too
     options = ServeOptions.from_environment()
     configure(options.log_format, f"encoder {parsed.index}")
-    worker = load(options, instance_dir())
+    worker = load(options, instance_dir(), parsed.index)
     logger.info("ready, pid %d", os.getpid())
     serve(worker, connection, waiting)
 

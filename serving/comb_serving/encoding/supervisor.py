@@ -138,12 +138,8 @@ class EncoderProcesses:
 
     @property
     def kept_bytes(self) -> dict[str, int]:
-        """Bytes in the encoders' own tiers, as they last said; of the disk folder, which they share, the most."""
-        kept = [encoder.kept for encoder in self.watched]
-        return {
-            "host": sum(one.get("host", 0) for one in kept),
-            "disk": max(one.get("disk", 0) for one in kept),
-        }
+        """Bytes in the encoders' own tiers, as they last said."""
+        return {tier: sum(encoder.kept.get(tier, 0) for encoder in self.watched) for tier in ("host", "disk")}
 
     # ---- one of them ----
 

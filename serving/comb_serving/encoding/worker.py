@@ -152,8 +152,8 @@ def drop_decoder(model: CombForCausalLM) -> None:
                 parameter.data = torch.empty(0, dtype=parameter.dtype)
 
 
-def load(options: ServeOptions, folder: Path) -> EncoderWorker:
-    """The worker of an instance, in the dtype of its pools.
+def load(options: ServeOptions, folder: Path, index: int) -> EncoderWorker:
+    """The worker number `index` of an instance, in the dtype of its pools.
 
     Raises:
         FileNotFoundError: while the pools aren't complete.
@@ -174,6 +174,7 @@ def load(options: ServeOptions, folder: Path) -> EncoderWorker:
     store = kept_store(
         host_bytes=options.host_bytes, disk_path=options.disk_path, disk_bytes=options.disk_bytes,
         largest_bytes=model.max_document_tokens * sum(pool.layout.bytes_per_token for pool in pools),
+        part=f"encoder-{index}" if options.encoders > 1 else "", parts=options.encoders,
     )  # fmt: skip
     return EncoderWorker(model, pools, store)
 

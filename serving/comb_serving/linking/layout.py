@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from comb.cache.atomic import write_temporary
+from comb.cache.atomic import write_whole
 from comb_serving.linking.methods import LinkMethod
 from comb_serving.linking.plan import LinkPlan, Range, check_spans, plan, plan_interiors
 from comb_serving.pool.handles import PoolHandle
@@ -72,7 +72,7 @@ class LinkingLayout:
 
     def write(self, folder: Path) -> None:
         """Into an instance's folder, whole or not at all."""
-        write_temporary(folder, json.dumps(asdict(self)).encode()).rename(folder / MANIFEST)
+        write_whole(folder / MANIFEST, json.dumps(asdict(self)).encode())
 
     @classmethod
     def read(cls, folder: Path) -> LinkingLayout:

@@ -15,7 +15,7 @@ from collections.abc import Callable, Container, Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 
-from comb.cache.index import CacheIndex, IndexEntry, check
+from comb.cache.index import CacheIndex, IndexEntry, Tier, check
 from comb.cache.picache import content_key
 from comb_serving.encoding.protocol import MADE, Encoded, Encoders
 from comb_serving.linking.layout import LinkingLayout
@@ -56,9 +56,8 @@ class PICManager:
     waiting: int = 0
 
     def __post_init__(self) -> None:
-        budgets = {"pool": self.layout.num_blocks}
-        self.index: CacheIndex[PoolHandle] = CacheIndex(budgets, clock=self.clock, freed=self._freed)
-        self.pool = self.index.tiers["pool"]
+        self.pool: Tier[PoolHandle] = Tier(self.layout.num_blocks)
+        self.index = CacheIndex({"pool": self.pool}, clock=self.clock, freed=self._freed)
         self.free_blocks = list(range(self.layout.num_blocks))
         self.queue = WaitQueue()
         self.owners: dict[str, str] = {}  # tenants of the documents in the pool, whose keys are all different
@@ -220,15 +219,11 @@ class PICManager:
         if needed > len(self.free_blocks):
             for entry in list(self._encoding):
                 self._land(entry)
-            self.index.drop_expired()
-        victims = self.index.victims("pool", needed)
-        if victims is None:
+        if self.index.make_room("pool", needed) is None:
             raise PoolFullError(
                 f"no room for {needed} blocks: {len(self.free_blocks)} of {self.layout.num_blocks} are free, and what "
                 "else could go is in use or pinned; try again when requests have ended, or unpin documents"
             )
-        for entry in victims:
-            self.index.evict(entry)
 
     def _submit(self, document: WantedDocument) -> PoolEntry:
         """A new entry on its way to the encoder, with references of the request and the encoder; there is room."""

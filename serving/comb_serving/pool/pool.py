@@ -18,7 +18,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from comb.cache.atomic import write_temporary
+from comb.cache.atomic import write_whole
 from comb.cache.quantization import quantize
 from comb.kernels.paged.layout import FP8, BlockTable, PagedLayer, take
 from comb_serving.config.options import POOL_DTYPES
@@ -122,7 +122,7 @@ class SharedPool:
         path, device = Path(path), torch.device(device)
         layout = replace(layout, memory="cuda" if device.type == "cuda" else "host")
         pool = cls(path, layout, MEMORIES[layout.memory].create(path, layout.nbytes, device), owner=True)
-        write_temporary(path.parent, json.dumps(asdict(layout)).encode()).rename(manifest_of(path))
+        write_whole(manifest_of(path), json.dumps(asdict(layout)).encode())
         return pool
 
     @classmethod

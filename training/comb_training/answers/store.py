@@ -18,7 +18,7 @@ from pathlib import Path
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from comb.cache.atomic import TEMPORARY_PREFIX, is_abandoned, write_temporary
+from comb.cache.atomic import TEMPORARY_PREFIX, is_abandoned, write_whole
 
 logger = logging.getLogger(__name__)
 
@@ -109,7 +109,7 @@ class AnswerStore:
             if self._parts == 0:
                 for abandoned in filter(is_abandoned, self.folder.glob(f"{TEMPORARY_PREFIX}*")):
                     abandoned.unlink(missing_ok=True)
-            write_temporary(self.folder, content).replace(path)
+            write_whole(path, content)
         except OSError as error:
             raise OSError(
                 error.errno,

@@ -12,14 +12,14 @@ import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
-from pathlib import Path
 from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
 
 from comb.cache.picache import PICache, register_kind
-from comb_serving.encoding.kept import kept_bytes, kept_store
+from comb.cache.store import PICacheStore
+from comb_serving.encoding.kept import kept_bytes
 
 logger = logging.getLogger(__name__)
 
@@ -48,25 +48,10 @@ class _NotKeptError(KeyError):
 
 
 class KeptDocuments:
-    """One rank's lower tiers.
+    """One rank's lower tiers, in a store on the host (`kept_store`)."""
 
-    Args:
-        host_bytes: budget of this rank in memory.
-        disk_path: folder of this rank alone; None: no such tier.
-        disk_bytes: budget there; None: unbounded.
-        largest_bytes: of one document, which always finds room on its way to the disk.
-
-    Raises:
-        ValueError: for a folder that can't be used.
-    """
-
-    def __init__(self, host_bytes: int, disk_path: Path | None, disk_bytes: int | None, largest_bytes: int) -> None:
-        store = kept_store(
-            host_bytes=host_bytes, disk_path=disk_path, disk_bytes=disk_bytes, largest_bytes=largest_bytes
-        )
-        assert store is not None
+    def __init__(self, store: PICacheStore) -> None:
         self._store = store
-        self._flushes = disk_path is not None
         self._queue: queue.Queue[tuple[str, Tensor, Any] | None] = queue.Queue(_WAITING)
         self._stream: Any = None  # of a GPU, for the copies
         self._thread = threading.Thread(target=self._work, name="comb-kept-documents", daemon=True)
@@ -116,10 +101,9 @@ class KeptDocuments:
         while (item := self._queue.get()) is not None:
             self._try(item[0], partial(self._admit, *item))
             item = None  # the rows may be a GPU's
-            if self._flushes and self._queue.empty():
+            if self._queue.empty():
                 self._try("", self._store.flush)
-        if self._flushes:
-            self._try("", self._store.flush)
+        self._try("", self._store.flush)
 
     def _admit(self, key: str, rows: Tensor, gathered: Any) -> None:
         picache = PoolRowsPICache(key, rows.clone() if gathered is None else self._to_host(rows, gathered))
@@ -140,16 +124,3 @@ class KeptDocuments:
             work()
         except Exception as error:
             logger.warning("documents are not kept (%s): %s: %s", key[:12] or "disk", type(error).__name__, error)
-
-
-def kept_documents(
-    *, host_bytes: int, disk_path: str | None, disk_bytes: int | None, rank: int, ranks: int, largest_bytes: int
-) -> KeptDocuments | None:
-    """The lower tiers of one of `ranks` ranks, which share the budgets; None without any."""
-    if not host_bytes and disk_path is None:
-        return None
-    folder = None if disk_path is None else Path(disk_path) / f"rank-{rank}-of-{ranks}"
-    if folder is not None:
-        folder.mkdir(parents=True, exist_ok=True)
-    share = None if disk_bytes is None else disk_bytes // ranks
-    return KeptDocuments(host_bytes // ranks, folder, share, largest_bytes)

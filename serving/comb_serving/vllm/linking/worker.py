@@ -13,6 +13,7 @@ from vllm.distributed.kv_transfer import get_kv_transfer_group
 from comb.backbones.identity import weights_fingerprint
 from comb.linktokens.published import published_front
 from comb_serving.config.options import DISK_BYTES, DISK_PATH, HOST_BYTES, POOL_BLOCK, POOL_BYTES, instance_dir
+from comb_serving.encoding.kept import kept_store
 from comb_serving.linking.layout import LinkingLayout
 from comb_serving.pool.handles import PoolHandle
 from comb_serving.vllm.fixed_weights import FixedWeights
@@ -27,7 +28,7 @@ from comb_serving.vllm.linking.setup import (
     link_tokens_of,
     method_of,
 )
-from comb_serving.vllm.linking.tiers import kept_documents
+from comb_serving.vllm.linking.tiers import KeptDocuments
 from comb_serving.vllm.pool import total_bytes
 
 
@@ -62,15 +63,16 @@ class PoolWorker(FixedWeights):
             check_backbone(model, adapter)
             self.comb_pool.put_front(learned(torch.float32), rank, ranks)
         disk_bytes = os.environ.get(DISK_BYTES)
-        self.comb_pool.kept = kept_documents(
-            host_bytes=int(os.environ.get(HOST_BYTES, "0")),
+        store = kept_store(
+            host_bytes=int(os.environ.get(HOST_BYTES, "0")) // ranks,
             disk_path=os.environ.get(DISK_PATH),
             disk_bytes=None if disk_bytes is None else int(disk_bytes),
-            rank=rank,
-            ranks=ranks,
             largest_bytes=self.comb_pool.bytes_per_token
             * (self.vllm_config.model_config.max_model_len + self.comb_pool.state_rows),
+            part=f"rank-{rank}",
+            parts=ranks,
         )
+        self.comb_pool.kept = None if store is None else KeptDocuments(store)
         if rank == 0:
             self._layout(model).write(folder)
 
