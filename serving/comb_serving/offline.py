@@ -18,7 +18,6 @@ from vllm import SamplingParams
 
 from comb.backbones.loading import resolve_name
 from comb.documents.document import Document, PromptBuilder
-from comb.model.weights import check_checkpoint
 from comb_serving.api.choice import MethodChoice
 from comb_serving.api.conversion import as_rendered, renders_alike
 from comb_serving.api.errors import RequestError
@@ -53,14 +52,12 @@ class LLM(vllm.LLM):
     """
 
     def __init__(self, model: str | os.PathLike[str], *, method: str | None = None, **options: Any) -> None:
-        own: dict[str, Any] = {"pool_bytes": 2**30, **{name: options.pop(name) for name in OURS if name in options}}
-        start = check_start(str(model), method and LinkMethod.parse(method).name, own.pop("backbone", None))
-        check_checkpoint(str(model), start.backbone)
-        if start.method is None or LinkMethod.parse(start.method).full:
+        own: dict[str, Any] = {name: options.pop(name) for name in OURS if name in options}
+        own |= {"pool_bytes": str(own.get("pool_bytes", "1GiB")), "ranks": int(options.get("tensor_parallel_size", 1))}
+        served = check_start(ServeOptions(str(model), method=method, **own))
+        if served.method is None or LinkMethod.parse(served.method).full:
             raise ValueError(f"{model}: LLM links documents in plain models (method=...); `comb serve` has adapters")
-        own |= {"pool_bytes": str(own["pool_bytes"]), "ranks": int(options.get("tensor_parallel_size", 1))}
-        served = ServeOptions(str(model), method=start.method, backbone=start.backbone, **own)
-        linking = linking_options(start.method, str(model), start.link_tokens)
+        linking = linking_options(served)
         if given := sorted(options.keys() & linking.keys()):
             raise ValueError(f"{given[0]} can't be given: linking documents needs its own")
         if INSTANCE_DIR in os.environ:
@@ -68,14 +65,14 @@ class LLM(vllm.LLM):
         with ExitStack() as stack:
             folder = stack.enter_context(instance_folder())
             self._secret = read_secret(folder)
-            variables = served.pool_environment(folder)
+            variables = served.environment(folder)
             os.environ.update(variables)  # vLLM's worker, here or in a process of its own, looks for them
             stack.callback(lambda: [os.environ.pop(name, None) for name in variables])
             super().__init__(resolve_name(served.model), **options, **linking)
             stack.callback(self.llm_engine.engine_core.shutdown)
             layout, ask = LinkingLayout.read(folder), lambda name, given: self.collective_rpc(name, args=given)
             self._compiler = LocalCompiler(
-                layout, LinkMethod.parse(start.method), self._secret, self._compile, ask if served.has_tiers else None
+                layout, LinkMethod.parse(served.method), self._secret, self._compile, ask if served.has_tiers else None
             )
             self._reports = ReportReceiver(folder)
             stack.callback(self._reports.close)

@@ -15,6 +15,7 @@ import torch
 
 from comb import CombForCausalLM
 from comb_serving.config.instance import default_root, make_secret, read_secret
+from comb_serving.config.options import ServeOptions
 from comb_serving.pool.capability import KEY, MARK, Capability, digest
 from comb_serving.pool.handles import PoolHandle, pack
 from comb_serving.pool.pool import SharedPool
@@ -186,10 +187,10 @@ def apart(answer: Any, logs: Sequence[torch.Tensor]) -> float:
 
 
 @contextmanager
-def served(folder: Path, model: CombForCausalLM, **options: Any) -> Iterator[Served]:
+def served(folder: Path, model: CombForCausalLM, *, pool_dtype: str = "auto", **options: Any) -> Iterator[Served]:
     """A checkpoint served, and three documents put into its pool."""
     ranks = options.get("tensor_parallel_size", 1)
-    with instance() as place, engine(folder, **options) as llm:
+    with instance(pool_dtype=pool_dtype) as place, engine(folder, **options) as llm:
         # CUDA opens no handle in the process that made it
         own = llm.apply_model(lambda made: made.comb.pool) if ranks == 1 else None
         pools = own or [SharedPool.attach(place / f"pool-{rank}") for rank in range(ranks)]
@@ -200,10 +201,10 @@ def served(folder: Path, model: CombForCausalLM, **options: Any) -> Iterator[Ser
 
 
 @contextmanager
-def instance(pool_bytes: int = 2**20) -> Iterator[Path]:
-    """The environment of an instance with room for some hundred tokens of documents."""
+def instance(**options: Any) -> Iterator[Path]:
+    """The environment of an instance with room for some hundred tokens of documents; `options` of `ServeOptions`."""
     folder = Path(tempfile.mkdtemp(dir=default_root(), prefix="comb-test-"))
-    values = {"COMB_INSTANCE_DIR": str(folder), "COMB_POOL_BYTES": str(pool_bytes), "COMB_POOL_BLOCK": str(BLOCK)}
+    values = ServeOptions("any", **{"pool_bytes": "1MiB", "pool_block": BLOCK, **options}).environment(folder)
     os.environ.update(values)
     make_secret(folder)
     try:

@@ -204,14 +204,18 @@ def check_nothing_is_left(scheduler: Any) -> None:
 
 @contextmanager
 def linked_engine(
-    model: Any, method: str = "naive", *, link_tokens: Path | None = None, **options: Any
-) -> Iterator[LinkedEngine]:
-    """A model served with linking from where it was saved; or the backbone of an adapter saved at `link_tokens`."""
+    model: Any, method: str = "naive", *, link_tokens: Path | None = None, kept: dict[str, Any] | None = None,
+    **options: Any,
+) -> Iterator[LinkedEngine]:  # fmt: skip
+    """A model served with linking from where it was saved; or the backbone of an adapter saved at `link_tokens`.
+
+    `kept`: options of the tiers below the pool.
+    """
     parsed, backbone = LinkMethod.parse(method), model if link_tokens is None else model.backbone
     adapter = None if link_tokens is None else str(link_tokens)
     prose = FRONT if parsed.front == "prose" else []
     ours = engine_options(parsed, prose if adapter is None else front_for(parsed, "", adapter), adapter)
-    with instance(2**23) as place, engine(backbone.name_or_path, **ours, **options) as llm:
+    with instance(pool_bytes="8MiB", **(kept or {})) as place, engine(backbone.name_or_path, **ours, **options) as llm:
         known = three_documents(model.config.get_text_config().vocab_size)
         found = LinkedEngine(llm, model, place, known, parsed.front)
         try:

@@ -30,10 +30,9 @@ def test_the_kernels_answer_as_the_library_does(
     run = paged.attend_paged
     monkeypatch.setattr(paged, "attend_paged", counted)
     monkeypatch.setattr("comb.kernels.paged.attention.attend_plain", plain)
-    monkeypatch.setenv("COMB_POOL_DTYPE", stored)
     prompts = [list(range(5, 5 + length)) for length in (9, 40)]
     asked = [(prompt, names) for names in ("A", "", "CAB", "B") for prompt in prompts]
-    with served(tmp_path, checkpoint(tmp_path, "nano", **shape)) as found:
+    with served(tmp_path, checkpoint(tmp_path, "nano", **shape), pool_dtype=stored) as found:
         for (prompt, names), (ids, logs) in zip(asked, found.ask(asked, tokens=3), strict=True):
             wanted = found.reference(prompt, names, tokens=3)
             exact = stored == "auto" or not names

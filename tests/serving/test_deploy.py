@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import inspect
 import json
 import re
+from dataclasses import fields
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -13,9 +13,9 @@ import pytest
 import yaml
 
 from comb_serving.api.routes import CHAT
+from comb_serving.config.options import ServeOptions, flag_of
 from comb_serving.linking.layout import LinkingLayout
 from comb_serving.linking.reports import LinkReport
-from comb_serving.plugin import serve
 from tests.helpers.middleware_server import Server, chat
 
 ROOT = Path(__file__).parents[2]
@@ -82,7 +82,7 @@ def test_compose_names_files_volumes_and_options_that_exist() -> None:
     assert (DEPLOY / build["context"]).resolve() == ROOT
     for kind in ("gpu", "cpu"):
         assert (ROOT / f"serving/deploy/Dockerfile.{kind}").exists()
-    options = {f"--{name.replace('_', '-')}" for name in inspect.signature(serve).parameters}
+    options = {flag_of(each) for each in fields(ServeOptions) if "default" in each.metadata}
     for one in (compose, gpu):
         given = [item.split("=")[0] for item in one["services"]["comb"]["command"] if item.startswith("--comb")]
         assert given

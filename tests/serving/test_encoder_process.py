@@ -19,7 +19,7 @@ from transformers import AutoTokenizer
 from comb import CombForCausalLM
 from comb.cache.store import PICacheStore
 from comb.model.modeling import ENCODE_BATCH_TOKENS
-from comb_serving.config.options import INSTANCE_DIR, OPTIONS, ServeOptions, pool_path
+from comb_serving.config.options import ServeOptions, pool_path
 from comb_serving.encoding.protocol import EncodeJob, MessageError, decode_message, encode_message
 from comb_serving.encoding.supervisor import ENCODER, EncoderProcesses
 from comb_serving.encoding.worker import EncoderWorker, batches, drop_decoder
@@ -56,7 +56,7 @@ async def running(
     nano_adapter: Path, folder: Path, pool: SharedPool, *, count: int = 1, **more: Any
 ) -> AsyncIterator[tuple[PICManager, EncoderProcesses]]:
     options = ServeOptions(str(nano_adapter), encoders=count, **more)
-    environment = {**os.environ, INSTANCE_DIR: str(folder), OPTIONS: options.to_json()}
+    environment = {**os.environ, **options.environment(folder)}
     encoders = EncoderProcesses(environment, count=count, start_seconds=120)
     encoders.start()
     try:
@@ -236,7 +236,7 @@ def test_the_process_ends_with_the_other_end_of_its_socket() -> None:
     ours, theirs = socket.socketpair()
     with ours, theirs:
         command = [*ENCODER, "--socket", str(theirs.fileno())]
-        environment = {**os.environ, INSTANCE_DIR: "/nowhere", OPTIONS: ServeOptions("nano").to_json()}
+        environment = {**os.environ, **ServeOptions("nano").environment(Path("/nowhere"))}
         process = subprocess.Popen(command, env=environment, pass_fds=[theirs.fileno()])
     assert process.wait(60) in (0, 1)  # 1: it hasn't even found its pools
 

@@ -10,14 +10,16 @@ import signal
 import socket
 import subprocess
 import sys
+from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from comb_serving.config.instance import LOCK, PREFIX, instance_folder, note_segments, remove_abandoned
-from comb_serving.config.options import OPTIONS, ServeOptions
+from comb_serving.config.options import ServeOptions, flag_of
 from comb_serving.config.sizes import parse_bytes, parse_pool_size, parse_share
+from comb_serving.config.tenants import key_hash
 from comb_serving.launch.launcher import launch, read_flags, tokenizer_flags
 from tests.helpers.processes import wait_for, wait_until_gone
 
@@ -68,12 +70,11 @@ def test_the_server_gets_its_environment_and_the_folder_goes(tmp_path: Path, mon
     assert found["argv"][:2] == ["--model", "owner/adapter"]
     assert found["argv"][-2:] == ["--middleware", "comb_serving.api.middleware.CombMiddleware"]
     environment = found["environment"]
-    assert (environment["COMB_POOL_BYTES"], environment["COMB_POOL_DTYPE"]) == ("4096", "fp8")
     assert environment["VLLM_PLUGINS"] == "other,comb"
     assert "PROMETHEUS_MULTIPROC_DIR" not in environment
     assert "COMB_ADMIN_KEY" not in environment
     options = ServeOptions.from_environment(environment)
-    assert (options.ranks, len(options.key_hashes)) == (2, 1)
+    assert (options.pool_bytes, options.pool_dtype, options.ranks, len(options.key_hashes)) == ("4096", "fp8", 2, 1)
     assert "k" not in options.key_hashes
     assert list(root.iterdir()) == []
 
@@ -100,13 +101,13 @@ def test_a_plain_model_brings_its_arguments_and_keeps_its_name(tmp_path: Path, m
         "--kv-transfer-config", '{"kv_role": "kv_both"}', "--scheduler-cls", "a.B", "--no-such", "--no-other",
     ]  # fmt: skip
     environment = told(seen)["environment"]
-    assert (environment["COMB_POOL_BYTES"], environment["VLLM_CPU_NUM_OF_RESERVED_CPU"]) == ("9", "1")
+    assert environment["VLLM_CPU_NUM_OF_RESERVED_CPU"] == "1"
     seen.unlink()
     full = ServeOptions("nano", method="full")
     named = ["--served-model-name", "mine"]
     launch(full, named, root=tmp_path, server=[sys.executable, "-c", code])
     assert told(seen)["argv"][2:4] == named
-    assert not {"COMB_POOL_BYTES", "VLLM_CPU_NUM_OF_RESERVED_CPU"} & told(seen)["environment"].keys()
+    assert "VLLM_CPU_NUM_OF_RESERVED_CPU" not in told(seen)["environment"]
     for name in ("kv-transfer-config", "scheduler_cls", "worker-cls", "tokenizer", "revision"):
         with pytest.raises(ValueError, match="comb serve doesn't take --"):
             read_flags([f"--{name}", "x"], {}, plain=True)
@@ -322,9 +323,32 @@ def test_pins_are_divided_among_keys() -> None:
 
 def test_options_survive_the_environment() -> None:
     options = ServeOptions("a", key_hashes=("x",), host_bytes=3)
-    assert ServeOptions.from_environment({OPTIONS: options.to_json()}) == options
+    assert ServeOptions.from_environment(options.environment(Path("/place"))) == options
     with pytest.raises(ValueError, match="comb serve"):
         ServeOptions.from_environment({})
-    with pytest.raises(ValueError, match="encoders"):
-        ServeOptions("a", encoders=0)
+    for wrong, message in (({"encoders": 0}, "encoders"), ({"pool_memory": "cuda"}, "auto or host, not 'cuda'")):
+        with pytest.raises(ValueError, match=message):
+            ServeOptions("a", **wrong)
     assert os.environ.get("COMB_SERVE_OPTIONS") is None
+
+
+def test_the_command_line_is_read_into_values() -> None:
+    given = {"checkpoint": "a", "host_bytes": "1KiB", "disk_bytes": None, "tenant_share": "25%", "encoder": "off",
+             "admin_hash": "key", "pool_bytes": "25%"}  # fmt: skip
+    options = ServeOptions.read(given)
+    assert (options.host_bytes, options.disk_bytes, options.tenant_share, options.encoder) == (1024, None, 0.25, False)
+    assert options.admin_hash == key_hash("key")
+    assert options.given("encoder", "encoders", "pool_bytes") == ["--encoder", "--comb-pool-bytes"]
+    for wrong, message in (({"host_bytes": "big"}, "512MiB"), ({"encoder": "x"}, "--encoder is on or off, not 'x'")):
+        with pytest.raises(ValueError, match=message):
+            ServeOptions.read({**given, **wrong})
+
+
+def test_the_docs_have_a_row_for_each_option() -> None:
+    rows = [
+        f"| `{flag_of(each)}` | {'none' if said['default'] is None else said['default']} | {said['option'].help} |"
+        for each in fields(ServeOptions)
+        if "default" in (said := each.metadata)
+    ]
+    page = (Path(__file__).parents[2] / "docs" / "serving-http.md").read_text()
+    assert "\n".join(rows) in page

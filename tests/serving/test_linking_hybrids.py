@@ -14,7 +14,6 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from comb.hybrid.families.scalar import recurrence
-from comb_serving.config.options import DISK_PATH
 from comb_serving.linking.layout import LinkingLayout
 from comb_serving.linking.methods import LinkMethod
 from comb_serving.linking.plan import plan_interiors
@@ -79,13 +78,11 @@ def test_a_hybrid_is_linked_as_in_the_library(
 
 @pytest.mark.slow
 @pytest.mark.parametrize("eager", [True, False], ids=["eager", "compiled"])
-def test_preempted_and_fetched_states_are_those_of_before(
-    eager: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_preempted_and_fetched_states_are_those_of_before(eager: bool, tmp_path: Path) -> None:
     """With fewer blocks than all requests take; and over documents that have been on the host and on the disk."""
-    monkeypatch.setenv(DISK_PATH, str(tmp_path / "kept"))
     model = tiny_model("falcon_h1", tmp_path)
     options = {"num_gpu_blocks_override": 24, "max_model_len": 224, "enforce_eager": eager}
+    options["kept"] = {"disk_path": str(tmp_path / "kept")}
     said = ask_hybrid(tmp_path, "hypic:4", pressure=True, dtype="float32", **options)
     assert said["preemptions"] > 0
     assert said["tiers"] == ["disk", "host"]
@@ -99,7 +96,7 @@ def test_preempted_and_fetched_states_are_those_of_before(
 
 @pytest.mark.slow
 def test_a_hybrid_is_served(tmp_path: Path) -> None:
-    """It is healthy only when it has linked two documents where that must change nothing (`api.linking_check`)."""
+    """It is healthy only when it has linked two documents where that must change nothing (`api.start_check`)."""
     model = tmp_path / "model"
     tiny_model("falcon_h1", model, vocab_size=259)
     make_tokenizer(template=TEMPLATE).save_pretrained(model)

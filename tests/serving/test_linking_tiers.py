@@ -8,7 +8,6 @@ from typing import Any
 import pytest
 import torch
 
-from comb_serving.config.options import DISK_PATH, HOST_BYTES
 from comb_serving.encoding.kept import kept_store
 from comb_serving.pool.handles import PoolHandle
 from comb_serving.vllm.linking.tiers import KeptDocuments
@@ -76,10 +75,9 @@ def test_ranks_share_budgets_and_not_folders(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_a_document_comes_back_from_every_tier(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_document_comes_back_from_every_tier(tmp_path: Path) -> None:
     model = plain_llama(tmp_path / "model")
-    monkeypatch.setenv(HOST_BYTES, str(2**20))
-    monkeypatch.setenv(DISK_PATH, str(tmp_path / "kept"))
+    disk = {"disk_path": str(tmp_path / "kept")}
 
     def fetched(linked: LinkedEngine, tier: str) -> None:
         """All documents at other places of the pool, without having been compiled."""
@@ -92,14 +90,13 @@ def test_a_document_comes_back_from_every_tier(tmp_path: Path, monkeypatch: pyte
             (found,) = linked.ask([(prompt, "legolink:4")])
             assert largest_difference(found, linked.reference(prompt, "legolink:4")) < 2e-5
 
-    with linked_engine(model) as linked:
+    with linked_engine(model, kept={"host_bytes": 2**20, **disk}) as linked:
         requests = [linked.compiling(name, salt=name) for name in linked.documents]
         linked.llm.generate(*map(list, zip(*requests, strict=True)), use_tqdm=False)
         kept = linked.layout.bytes_per_token * sum(map(len, linked.documents.values()))
         wait_for(lambda: linked.llm.collective_rpc("comb_kept")[0]["host"] == kept)
         fetched(linked, "host")
-    monkeypatch.setenv(HOST_BYTES, "0")
-    with linked_engine(model) as linked:
+    with linked_engine(model, kept=disk) as linked:
         fetched(linked, "disk")
 
 

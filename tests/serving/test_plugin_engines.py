@@ -97,10 +97,9 @@ def test_documents_and_lora_in_one_batch(shape: dict[str, Any], tmp_path: Path) 
             assert (logs == pytest.approx(found.reference(prompt, names)[1], abs=1e-3)) is (with_lora is None)
 
 
-def test_answers_over_a_pool_in_fp8_are_near_the_librarys(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("COMB_POOL_DTYPE", "fp8")
+def test_answers_over_a_pool_in_fp8_are_near_the_librarys(tmp_path: Path) -> None:
     prompt = list(range(5, 25))
-    with served(tmp_path, checkpoint(tmp_path, "nano")) as found:
+    with served(tmp_path, checkpoint(tmp_path, "nano"), pool_dtype="fp8") as found:
         (pool,) = found.pools
         assert pool.tensor.dtype == torch.float8_e4m3fn
         assert pool.layout.nbytes <= 2**20

@@ -19,7 +19,7 @@ from comb.model.config import CombEncoderConfig
 from comb_serving.pool.capability import KEY, MARK, Capability, digest
 from comb_serving.pool.handles import PoolHandle, pack
 from comb_serving.pool.pool import PoolLayout, SharedPool
-from comb_serving.vllm.pool import check_arguments, pool_device, rank_layout, total_bytes
+from comb_serving.vllm.pool import check_arguments, rank_layout, total_bytes
 from comb_serving.vllm.rows import RequestDocuments
 
 A, B = PoolHandle(5, (3, 1)), PoolHandle(4, (0,))
@@ -197,18 +197,8 @@ def test_ranks_divide_the_pool() -> None:
     small = rank_layout(config, ranks=1, **size, stored="fp8")
     assert (small.bytes_per_token, one.bytes_per_token) == (2 * 3 * 2 * (8 + 4), 2 * 3 * 2 * 8 * 2)
     assert small.num_blocks > one.num_blocks
-    with pytest.raises(ValueError, match="COMB_POOL_BYTES=100 is less than one block of 4 tokens, 768 bytes"):
+    with pytest.raises(ValueError, match="a pool of 100 bytes is less than one block of 4 tokens, 768 bytes"):
         rank_layout(config, ranks=1, **{**size, "total": 100})
-
-
-def test_the_pool_lies_where_the_model_is_or_on_the_host(monkeypatch: pytest.MonkeyPatch) -> None:
-    own = torch.device("cuda:1")
-    assert pool_device(own) == own
-    monkeypatch.setenv("COMB_POOL_MEMORY", "host")
-    assert pool_device(own) == torch.device("cpu")
-    monkeypatch.setenv("COMB_POOL_MEMORY", "cuda")
-    with pytest.raises(ValueError, match=r"auto .* or host, not 'cuda'"):
-        pool_device(own)
 
 
 def test_index_tensors_are_made_once_a_step(documents: RequestDocuments) -> None:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import shutil
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -13,7 +15,8 @@ from safetensors.torch import save_file
 
 from comb import LinkTokensConfig
 from comb.cli import main as cli
-from comb_serving.launch.preflight import Start, check_start
+from comb_serving.config.options import ServeOptions
+from comb_serving.launch.preflight import check_start
 from comb_serving.vllm.linking.setup import linking_options
 from comb_training.nano import CHECKPOINT
 from tests.helpers.byte_text import byte_llama, byte_tokenizer
@@ -113,20 +116,25 @@ def test_link_tokens_are_started_on_their_backbone(
     ):
         assert message in refusal("links", monkeypatch, capsys, *options)
     assert "'nano' is no adapter of link tokens" in refusal("nano", monkeypatch, capsys, "--method", "linktokens")
-    assert check_start("links") == Start("linktokens", "nano", "links")
-    assert check_start("links", "full", "elsewhere") == Start("full", "elsewhere", "links")
-    assert check_start("links", "legolink:4,front=adapter").method == "legolink:4,front=adapter"
+    links = ServeOptions("links")
+    found = check_start(links)
+    assert (found.method, found.backbone, found.link_tokens) == ("linktokens", "nano", "links")
+    full = check_start(replace(links, method="full"))
+    assert (full.method, full.backbone) == ("full", "nano")
+    named = "legolink:4,front=adapter"
+    assert check_start(replace(links, method=named)).method == named
     # from the plain model's side; clients aren't told where the adapter is
-    there = Start("legolink:4,front=adapter", None, str(folder))
-    assert check_start("nano", f"legolink:4,front={folder}") == there
+    there = check_start(ServeOptions("nano", method=f"legolink:4,front={folder}"))
+    assert (there.method, there.backbone, there.link_tokens) == (named, None, str(folder))
     assert "nano is no adapter of link tokens" in refusal("nano", monkeypatch, capsys, "--method", "naive,front=nano")
-    engine = linking_options("linktokens", "links", "links")
+    engine = linking_options(found)
     transfer = engine["kv_transfer_config"]["kv_connector_extra_config"]
     placeholder = LinkTokensConfig.from_pretrained(folder).placeholder_id
     assert transfer == {"method": "linktokens", "front": [placeholder] * 3, "link_tokens": "links"}
     assert serve("links", monkeypatch) == 0
     write(backbone_name_or_path="./backbone")
-    assert check_start("links").backbone == str(folder / "backbone")
+    shutil.copytree(CHECKPOINT, folder / "backbone")
+    assert check_start(links).backbone == str(folder / "backbone")
     write(backbone_revision="abc")
     assert "revision abc of 'nano': name a folder" in refusal("links", monkeypatch, capsys)
     assert serve("links", monkeypatch, "--backbone", "nano") == 0
@@ -165,5 +173,5 @@ def test_plain_models_say_how_they_link(
 def test_the_passage_leaves_documents_half_of_a_small_model(positions: int, tokens: int, tmp_path: Path) -> None:
     byte_llama(max_position_embeddings=positions).save_pretrained(tmp_path)
     byte_tokenizer().save_pretrained(tmp_path)
-    options = linking_options("primed", str(tmp_path))["kv_transfer_config"]["kv_connector_extra_config"]
-    assert len(options["front"]) == tokens
+    options = linking_options(ServeOptions(str(tmp_path), method="primed"))["kv_transfer_config"]
+    assert len(options["kv_connector_extra_config"]["front"]) == tokens

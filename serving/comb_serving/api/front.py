@@ -13,9 +13,8 @@ from comb.documents.document import PromptBuilder
 from comb_serving.api.audit import Audit
 from comb_serving.api.choice import MethodChoice
 from comb_serving.api.conversion import renders_alike
-from comb_serving.api.linking_check import check_linking
 from comb_serving.api.preprocessor import Preprocessor, placing_of, tokenizer_of
-from comb_serving.api.self_check import check_engine
+from comb_serving.api.start_check import check_start
 from comb_serving.config.logs import configure
 from comb_serving.config.options import ServeOptions, instance_dir, pool_path
 from comb_serving.encoding.compiler import EngineCompiler
@@ -82,11 +81,8 @@ class ServerFront:
             except EncoderError:  # said in the log; tried again there
                 await asyncio.sleep(1)
         if isinstance(self.encoders, EngineCompiler):
-            assert self.reports is not None
             self.encoders.client = engine
-            await check_linking(self.preprocessor, engine, self.secret, self.reports)
-        else:
-            await check_engine(self.preprocessor, engine, self.secret, self.options.checkpoint)
+        await check_start(self.preprocessor, engine, self.secret, self.options.checkpoint, self.reports)
 
     def fault(self) -> str | None:
         """Why documents can't be had, and won't be soon."""

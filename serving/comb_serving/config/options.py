@@ -1,84 +1,105 @@
-"""What `comb serve` was asked for, as one value that reaches the API server's process through its environment."""
+"""What `comb serve` was asked for: one dataclass, from which its command line, its processes' environment and the table
+in docs/serving-http.md come."""
 
 from __future__ import annotations
 
+import inspect
 import json
 import math
 import os
-from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field
+from collections.abc import Callable, Mapping
+from dataclasses import Field, asdict, dataclass, field, fields
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any, get_type_hints
 
-from comb_serving.config.sizes import parse_pool_size
+import typer
 
-INSTANCE_DIR = "COMB_INSTANCE_DIR"
-POOL_BYTES, POOL_BLOCK, POOL_DTYPE = "COMB_POOL_BYTES", "COMB_POOL_BLOCK", "COMB_POOL_DTYPE"
-POOL_DTYPES = ("auto", "fp8")
-HOST_BYTES, DISK_PATH, DISK_BYTES = "COMB_HOST_BYTES", "COMB_DISK_PATH", "COMB_DISK_BYTES"  # of a plain model's pool
-POOL_MEMORY = "COMB_POOL_MEMORY"
-POOL = {POOL_BYTES, POOL_BLOCK, POOL_DTYPE}
-OPTIONS = "COMB_SERVE_OPTIONS"
-ADMIN_KEY = "COMB_ADMIN_KEY"
-MAX_BODY_BYTES = 16 * 2**20
+from comb_serving.config.sizes import parse_bytes, parse_pool_size, parse_share, parse_switch
+from comb_serving.config.tenants import key_hash
+
+INSTANCE_DIR, OPTIONS, ADMIN_KEY = "COMB_INSTANCE_DIR", "COMB_SERVE_OPTIONS", "COMB_ADMIN_KEY"
+
+
+def option(written: Any, help: str, *flags: str, read: Callable[[str], Any] | None = None, **more: Any) -> Any:
+    """A field that is an option of the command line.
+
+    Args:
+        written: its default, as it is written there.
+        read: turns what is written into the field's value.
+        more: of `typer.Option`.
+    """
+    value = written if read is None or written is None else read(written)
+    return field(default=value, metadata={"option": typer.Option(*flags, help=help, **more), "default": written,
+                                          "read": read, "flags": flags})  # fmt: skip
 
 
 @dataclass(frozen=True)
 class ServeOptions:
-    """Options of the front, from `comb serve` to encoder processes and middleware.
+    """Options of the front, from `comb serve` to encoder processes, middleware and vLLM's workers.
 
     Args:
         checkpoint: adapter or plain model: folder or Hub id, of a model also a registered name or GGUF file.
-        method: that a plain model links documents with, such as ``legolink:16``, or ``linktokens``; None for an
-            adapter with an encoder.
-        backbone: where an adapter's backbone is, if not where the checkpoint says; always, of link tokens.
-        encoder: False answers every request from the plain backbone, documents inlined in the prompt.
-        encoders: encoder processes.
-        encoder_device: where they compute: auto, cpu, cuda, ...
+        link_tokens: the adapter whose link tokens documents are compiled behind.
         ranks: tensor-parallel size of the decoder, one pool each.
-        pool_bytes: of all pools together, such as ``8GiB``; or a share such as ``25%`` of the memory they are made in.
-        pool_block: tokens per block.
-        pool_dtype: in which documents are kept.
-        host_bytes: per encoder process (of a plain model: of all ranks together), of PICaches kept in memory for
-            documents that have left the pool.
-        disk_path: folder where they are kept beyond restarts; None: no such tier.
-        disk_bytes: of that folder; None: unbounded.
         key_hashes: sha256 hex of the API keys; empty: no authentication.
-        admin_hash: the same of the key that may switch encoder or method; None: nobody may.
-        max_body_bytes: longest request body.
-        max_documents: documents that one tenant may register.
-        tenant_share: of the pool that one tenant's documents in use and pinned ones may take.
-        tenant_pinned_share: of the pool that one tenant may pin; None: its part of the pool, by the number of keys.
-        log_format: text or json.
-        audit: share of a plain model's requests with documents that are also answered by full recompute.
-        wait_seconds: longest wait of a request for room in the pool.
         chat_template_kwargs: what chats are rendered with where a request doesn't say otherwise.
-        drain_seconds: that open requests have to come to their end when the server is to end.
     """
 
-    checkpoint: str
-    method: str | None = None
-    backbone: str | None = None
-    encoder: bool = True
-    encoders: int = 1
-    encoder_device: str = "auto"
+    checkpoint: str = field(
+        metadata={"option": typer.Argument(help="adapter, or any plain model with --method: folder, name, Hub id")}
+    )
+    method: str | None = option(
+        None, "how a plain model links documents: primed, legolink:k, naive,front=ADAPTER, full; of hybrids "
+        "hypic:w,front=prose; none for an adapter",
+    )  # fmt: skip
+    audit: float = option(
+        0.0, "share of a plain model's requests with documents that are also answered in full, to compare: 0.01"
+    )
+    encoder: bool = option("on", "on, or off: no pool, all documents go into the prompt", read=parse_switch)
+    backbone: str | None = option(None, "where the adapter's backbone is, if not where the adapter says")
+    pool_bytes: str = option(
+        "1GiB", "pool of documents, of all ranks together; 25% is a share of the memory that it is made in",
+        "--comb-pool-bytes",
+    )  # fmt: skip
+    pool_block: int = option(16, "tokens per block of the pool", "--comb-pool-block")
+    pool_dtype: str = option("auto", "documents as computed (auto), or in half the bytes (fp8)", "--comb-pool-dtype")
+    pool_memory: str = option(
+        "auto", "where the pool is: with the decoder (auto), or on the host", "--comb-pool-memory"
+    )
+    encoders: int = option(1, "encoder processes; a document always goes to the same one", "--comb-encoders")
+    encoder_device: str = option(
+        "auto", "where they compute: auto (the pool's GPU, or any), cpu, cuda:1", "--comb-encoder-device"
+    )
+    host_bytes: int = option(
+        "0", "memory for documents that have left the pool; per encoder, of a plain model in all; with a disk folder "
+        "at least one longest document", "--comb-host-bytes", read=parse_bytes,
+    )  # fmt: skip
+    disk_path: str | None = option(
+        None, "private folder where documents are kept beyond restarts", "--comb-disk",
+        read=lambda path: str(Path(path).resolve()),
+    )  # fmt: skip
+    disk_bytes: int | None = option(None, "of that folder; unbounded by default", "--comb-disk-bytes", read=parse_bytes)
+    wait_seconds: float = option(10.0, "longest wait for room in the pool, then status 429", "--comb-wait-seconds")
+    drain_seconds: float = option(
+        20.0, "that open requests have when the server is told to end", "--comb-drain-seconds"
+    )
+    max_body_bytes: int = option("16MiB", "longest body of a request", "--comb-max-body", read=parse_bytes)
+    max_documents: int = option(10_000, "documents that one key may register", "--comb-tenant-documents")
+    tenant_share: float = option(
+        "100%", "of the pool, for what one key uses or pins", "--comb-tenant-share", read=parse_share
+    )
+    tenant_pinned_share: float | None = option(
+        None, "of the pool, for what one key pins; by default one part for each key", "--comb-tenant-pinned",
+        read=parse_share,
+    )  # fmt: skip
+    log_format: str = option("text", "of what comb itself logs: text or json", "--comb-log-format")
+    admin_hash: str | None = option(
+        None, f"key that may switch encoder or method at `/v1/comb`; better by `{ADMIN_KEY}`", "--comb-admin-key",
+        read=lambda key: key_hash(key) if key else None, envvar=ADMIN_KEY,
+    )  # fmt: skip
+    link_tokens: str | None = None
     ranks: int = 1
-    pool_bytes: str = "1GiB"
-    pool_block: int = 16
-    pool_dtype: str = "auto"
-    host_bytes: int = 0
-    disk_path: str | None = None
-    disk_bytes: int | None = None
     key_hashes: tuple[str, ...] = ()
-    admin_hash: str | None = None
-    max_body_bytes: int = MAX_BODY_BYTES
-    max_documents: int = 10_000
-    tenant_share: float = 1.0
-    tenant_pinned_share: float | None = None
-    log_format: str = "text"
-    audit: float = 0.0
-    wait_seconds: float = 10.0
-    drain_seconds: float = 20.0
     chat_template_kwargs: dict[str, Any] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -90,7 +111,8 @@ class ServeOptions:
                 raise ValueError(f"{name} is a share of the pool, above 0 and at most 1, not {getattr(self, name)}")
         if not 0 <= self.audit <= 1:
             raise ValueError(f"audit is a share of requests, 0 to 1, not {self.audit}")
-        for name, known in (("log_format", ("text", "json")), ("pool_dtype", POOL_DTYPES)):
+        choices = {"log_format": ("text", "json"), "pool_dtype": ("auto", "fp8"), "pool_memory": ("auto", "host")}
+        for name, known in choices.items():
             if getattr(self, name) not in known:
                 raise ValueError(f"{name} is {' or '.join(known)}, not {getattr(self, name)!r}")
         parse_pool_size(self.pool_bytes)
@@ -120,28 +142,50 @@ class ServeOptions:
         """Whether documents are kept beyond the pool."""
         return self.host_bytes > 0 or self.disk_path is not None
 
-    def pool_environment(self, folder: Path) -> dict[str, str]:
-        """What vLLM's workers look for: where to make which pool, and what a plain model keeps beyond it."""
-        found = {INSTANCE_DIR: str(folder)}
-        if not self.has_pool:
-            return found
-        found |= {POOL_BYTES: parse_pool_size(self.pool_bytes), POOL_BLOCK: str(self.pool_block)}
-        found[POOL_DTYPE] = self.pool_dtype
-        if self.method is not None:
-            tiers = {HOST_BYTES: self.host_bytes or None, DISK_PATH: self.disk_path, DISK_BYTES: self.disk_bytes}
-            found |= {name: str(value) for name, value in tiers.items() if value is not None}
-        return found
+    # ---- the command line ----
 
-    def to_json(self) -> str:
-        return json.dumps(asdict(self))
+    @classmethod
+    def parameters(cls) -> list[inspect.Parameter]:
+        """Of a command, with annotations for typer."""
+        hints = get_type_hints(cls)
+        return [
+            inspect.Parameter(
+                each.name, inspect.Parameter.KEYWORD_ONLY, default=said.get("default", inspect.Parameter.empty),
+                annotation=Annotated[str | None if said.get("read") else hints[each.name], said["option"]],
+            )
+            for each in fields(cls) if (said := each.metadata)
+        ]  # fmt: skip
+
+    @classmethod
+    def read(cls, given: Mapping[str, Any]) -> ServeOptions:
+        """The options of a command line. Raises ValueError for what can't be."""
+        reads = {each.name: each.metadata.get("read") for each in fields(cls)}
+        return cls(**{n: v if v is None or (read := reads[n]) is None else read(v) for n, v in given.items()})
+
+    def given(self, *names: str) -> list[str]:
+        """The flags of those options that aren't at their defaults."""
+        return [
+            flag_of(each) for each in fields(self) if each.name in names and getattr(self, each.name) != each.default
+        ]
+
+    # ---- the environment ----
+
+    def environment(self, folder: Path) -> dict[str, str]:
+        """What the processes of an instance in `folder` look for, vLLM's workers among them."""
+        return {INSTANCE_DIR: str(folder), OPTIONS: json.dumps(asdict(self))}
 
     @classmethod
     def from_environment(cls, environment: Mapping[str, str] = os.environ) -> ServeOptions:
         """The options that `comb serve` has put into the environment. Raises ValueError outside of one."""
         if OPTIONS not in environment:
-            raise ValueError(f"{OPTIONS} is not set: encoders and middleware are started by `comb serve`")
+            raise ValueError(f"{OPTIONS} is not set: encoders, workers and middleware are started by `comb serve`")
         values = json.loads(environment[OPTIONS])
         return cls(**{**values, "key_hashes": tuple(values["key_hashes"])})
+
+
+def flag_of(option: Field[Any]) -> str:
+    """What an option is called on the command line."""
+    return next(iter(option.metadata["flags"]), f"--{option.name}")
 
 
 def instance_dir() -> Path:

@@ -1,4 +1,4 @@
-"""Sizes as people write them."""
+"""Sizes, shares and switches as people write them."""
 
 from __future__ import annotations
 
@@ -35,3 +35,10 @@ def parse_pool_size(text: str) -> str:
     if not 0 < float(share[1]) < 100:
         raise ValueError(f"a share of memory is between 0% and 100%, not {text!r}")
     return f"{share[1]}%"
+
+
+def parse_switch(text: str) -> bool:
+    """``on`` or ``off``. Raises ValueError for anything else."""
+    if text not in ("on", "off"):
+        raise ValueError(f"--encoder is on or off, not {text!r}")
+    return text == "on"

@@ -27,7 +27,7 @@ from typing import Any
 from comb.backbones.loading import backbone_beside, resolve_name
 from comb.documents.rendering import template_arguments
 from comb_serving.config.instance import READY, instance_folder, note_segments
-from comb_serving.config.options import ADMIN_KEY, OPTIONS, POOL, ServeOptions
+from comb_serving.config.options import ADMIN_KEY, ServeOptions
 from comb_serving.config.tenants import key_hash
 from comb_serving.launch.start_log import StartLog
 
@@ -58,7 +58,7 @@ _REFUSED_PLAIN = {
 }
 # Of the environment. Answers that vLLM keeps could be read by whoever knows or guesses their names; there is one API
 # server, and with Prometheus' folder vLLM would show what is in its files, and not our counters.
-_DROPPED = {ADMIN_KEY, "VLLM_ENABLE_RESPONSES_API_STORE", "PROMETHEUS_MULTIPROC_DIR", *POOL}
+_DROPPED = {ADMIN_KEY, "VLLM_ENABLE_RESPONSES_API_STORE", "PROMETHEUS_MULTIPROC_DIR"}
 _ONLY_ONE = ("api-server-count", "data-parallel-size", "pipeline-parallel-size")
 
 
@@ -224,7 +224,7 @@ def as_flags(engine: Mapping[str, Any]) -> list[str]:
 
 def _environment(options: ServeOptions, folder: Path) -> dict[str, str]:
     environment = {name: value for name, value in os.environ.items() if name not in _DROPPED}
-    environment |= {OPTIONS: options.to_json(), **options.pool_environment(folder)}
+    environment |= options.environment(folder)
     if options.has_pool and options.method is not None:
         # on a CPU vLLM leaves another core per rank to a connector's threads, and comb's has none
         environment.setdefault("VLLM_CPU_NUM_OF_RESERVED_CPU", str(options.ranks))

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import replace
 from importlib.util import find_spec
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 from comb.backbones.adapter import is_adapter
 from comb.backbones.damage import check_settings
@@ -17,40 +18,50 @@ from comb.documents.files import read_json
 from comb.linktokens.config import LinkTokensConfig
 from comb.methods.fronts import DUMMIES
 from comb.model.config import CombConfig
+from comb.model.weights import check_checkpoint
+from comb_serving.config.options import ServeOptions
 from comb_serving.linking.methods import ADAPTER, FULL, TRAINED, LinkMethod
 
 _OTHER_TOKENIZERS = ("--tokenizer", "--skip-tokenizer", "--trust-remote-code", "--config-format", "--load-format")
+_OF_ENCODERS = ("encoder", "encoders", "encoder_device", "pool_dtype")
 
 
-@dataclass(frozen=True)
-class Start:
-    """What a server is started with.
-
-    Args:
-        method: that a plain model links documents with; None: the checkpoint is an adapter with an encoder.
-        backbone: where the adapter's backbone is, if that isn't for the checkpoint to say.
-        link_tokens: the adapter whose link tokens stand in front of documents, on `backbone`.
-    """
-
-    method: str | None
-    backbone: str | None = None
-    link_tokens: str | None = None
-
-
-def check_start(checkpoint: str, method: str | None = None, backbone: str | None = None) -> Start:
-    """Whether vLLM is installed and `checkpoint` is what its method needs; its weights are not looked at.
+def check_start(options: ServeOptions, arguments: Sequence[str] = ()) -> ServeOptions:
+    """Whether vLLM is installed, and the checkpoint and what else is asked for go together.
 
     Args:
-        checkpoint: of an adapter: folder or Hub id; of a plain model also a registered name or a GGUF file.
-        method: None for an adapter; for a plain model how documents are linked.
-        backbone: where the adapter's backbone is, if not where the adapter says.
+        arguments: of vLLM, which may name another tokenizer, or another way to read it.
+
+    Returns:
+        The options with what the checkpoint decides: method, backbone and place of an adapter of link tokens.
 
     Raises:
         ValueError: if not, saying what to do.
-        OSError: if the checkpoint's configuration can't be read.
+        OSError: if the checkpoint can't be read.
     """
+    if options.method is not None:
+        options = replace(options, method=LinkMethod.parse(options.method).name)
     if find_spec("vllm") is None:
         raise ValueError("comb serve needs vLLM, which is not installed: pip install 'comb-pic[serve]'")
+    options = _of_kind(options, _settings(options.checkpoint))
+    check_checkpoint(options.checkpoint, options.backbone)
+    name = resolve_name(options.checkpoint)
+    if Path(name).is_dir() and not any(item.startswith(_OTHER_TOKENIZERS) for item in arguments):
+        config = load_config(name) if is_adapter(read_json(Path(name) / "config.json")) else None
+        load_tokenizer(name, SimpleNamespace(config=config))
+    if options.audit and options.method in (None, FULL):
+        raise ValueError(
+            "--audit compares documents that a plain model's --method links (primed, legolink:16, ...) with full "
+            "recompute, and nothing is linked here"
+        )
+    for flag in options.given(*_OF_ENCODERS) if options.method is not None else ():
+        advice = "say --method full" if flag == "--encoder" else "leave it away"
+        raise ValueError(f"{flag} is for adapters, and --method for plain models, which have no encoder: {advice}")
+    return options
+
+
+def _settings(checkpoint: str) -> dict[str, Any]:
+    """The checkpoint's configuration. Raises ValueError or OSError for one that can't be served, whatever is asked."""
     name = resolve_name(checkpoint)
     here = Path(name).exists()
     if not here and "/" not in name:  # no need to ask the Hub
@@ -71,51 +82,45 @@ def check_start(checkpoint: str, method: str | None = None, backbone: str | None
     config.pop("_commit_hash", None)  # transformers before 5.18 adds it to an empty one too
     if not config:
         raise OSError(f"no checkpoint {checkpoint!r}: it holds no config.json, or an empty one")
-    if config.get("model_type") == LinkTokensConfig.model_type:
-        return _of_link_tokens(checkpoint, load_config(name), method, backbone)
+    return dict(config)
+
+
+def _of_kind(options: ServeOptions, config: dict[str, Any]) -> ServeOptions:
+    """The options of such a checkpoint; raises ValueError where it isn't what they say."""
+    checkpoint, method, kind = options.checkpoint, options.method, config.get("model_type")
     front = "none" if method is None else LinkMethod.parse(method).front
+    if kind == LinkTokensConfig.model_type:
+        return _of_link_tokens(options, load_config(resolve_name(checkpoint)))
     if front == ADAPTER:
         raise ValueError(
-            f"{checkpoint!r} is no adapter of link tokens, its model_type is {config.get('model_type')!r}: train some "
-            "with `comb train configs/linktokens-smollm2-135m.yaml`, or link documents with --method primed"
+            f"{checkpoint!r} is no adapter of link tokens, its model_type is {kind!r}: train some with `comb train "
+            "configs/linktokens-smollm2-135m.yaml`, or link documents with --method primed"
         )
-    adapter = config.get("model_type") == CombConfig.model_type
+    adapter = kind == CombConfig.model_type
     if not adapter and method is None:
         raise ValueError(
-            f"{checkpoint!r} is no COMB adapter, its model_type is {config.get('model_type')!r}: link documents in a "
-            f"plain model with `comb serve {checkpoint} --method legolink:16`, or put an encoder on it with `comb "
-            "train` or CombForCausalLM.from_backbone"
+            f"{checkpoint!r} is no COMB adapter, its model_type is {kind!r}: link documents in a plain model with "
+            f"`comb serve {checkpoint} --method legolink:16`, or put an encoder on it with `comb train` or "
+            "CombForCausalLM.from_backbone"
         )
     if adapter and method is not None:
         raise ValueError(
             f"{checkpoint!r} is a COMB adapter, whose encoder is its method: leave --method away, or serve the plain "
             f"model that it belongs to, {config.get('backbone_name_or_path')!r}"
         )
-    if backbone is not None and not adapter:
+    if options.backbone is not None and not adapter:
         raise ValueError("--backbone is for adapters, and this is a plain model: leave it away")
     if method is None or front in ("none", "prose") or front.startswith(DUMMIES):
-        return Start(method, backbone)
+        return options
     # another adapter's folder or Hub id; clients are not told where it is
     if not isinstance(load_config(front), LinkTokensConfig):
         raise ValueError(f"--method {method}: {front} is no adapter of link tokens, and no other front is served")
-    return Start(method.replace(f"front={front}", f"front={ADAPTER}"), backbone, front)
+    return replace(options, method=method.replace(f"front={front}", f"front={ADAPTER}"), link_tokens=front)
 
 
-def check_tokenizer_there(checkpoint: str, arguments: Sequence[str]) -> None:
-    """Raises ValueError or OSError for a folder without a tokenizer that can be read.
-
-    Args:
-        arguments: of vLLM, which may name another one, or another way to read it.
-    """
-    name = resolve_name(checkpoint)
-    if not Path(name).is_dir() or any(item.startswith(_OTHER_TOKENIZERS) for item in arguments):
-        return
-    config = load_config(name) if is_adapter(read_json(Path(name) / "config.json")) else None
-    load_tokenizer(name, SimpleNamespace(config=config))
-
-
-def _of_link_tokens(checkpoint: str, config: LinkTokensConfig, method: str | None, backbone: str | None) -> Start:
-    if method not in (None, FULL) and LinkMethod.parse(method).front != ADAPTER:
+def _of_link_tokens(options: ServeOptions, config: LinkTokensConfig) -> ServeOptions:
+    checkpoint, backbone = options.checkpoint, options.backbone
+    if options.method not in (None, FULL) and LinkMethod.parse(options.method).front != ADAPTER:
         raise ValueError(
             f"{checkpoint!r} is an adapter of link tokens, which are its method: leave --method away, name one behind "
             f"them (legolink:4,front={ADAPTER}), or serve the plain model that it belongs to, "
@@ -128,11 +133,4 @@ def _of_link_tokens(checkpoint: str, config: LinkTokensConfig, method: str | Non
                 f"{config.backbone_name_or_path!r}: name a folder that holds it with --backbone"
             )
         backbone = backbone_of_adapter(config, resolve_name(checkpoint))
-    return Start(method or TRAINED, backbone, checkpoint)
-
-
-def check_plain_options(given: Mapping[str, bool]) -> None:
-    """Raises ValueError for options that mean nothing without an encoder, by name; `given`: whether each was."""
-    for name in (name for name, was_given in given.items() if was_given):
-        advice = "say --method full" if name == "--encoder" else "leave it away"
-        raise ValueError(f"{name} is for adapters, and --method for plain models, which have no encoder: {advice}")
+    return replace(options, method=options.method or TRAINED, backbone=backbone, link_tokens=checkpoint)

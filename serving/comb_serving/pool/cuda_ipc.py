@@ -31,7 +31,7 @@ def check_shareable() -> None:
         if _EXPANDABLE in os.environ.get(name, "").lower().replace(" ", ""):
             raise CannotShareError(
                 f"{name} has expandable_segments:True, whose memory the encoder process can't open: take that out, or "
-                "set COMB_POOL_MEMORY=host"
+                "give --comb-pool-memory host"
             )
 
 
@@ -46,7 +46,7 @@ def export(tensor: Tensor) -> dict[str, Any]:
     except RuntimeError as error:
         raise CannotShareError(
             f"CUDA gives no handle of the pool's memory ({error}): is it in a pool of vLLM's (sleep mode), or are "
-            "processes isolated from one another? COMB_POOL_MEMORY=host keeps documents in host memory"
+            "processes isolated from one another? --comb-pool-memory host keeps documents in host memory"
         ) from error
     fields = dict(zip(_FIELDS, values, strict=True))
     if fields["handle"][1:2] == b"e":  # 'c': from cudaMalloc

@@ -21,7 +21,6 @@ from torch import Tensor
 from comb.cache.atomic import write_whole
 from comb.cache.quantization import quantize
 from comb.kernels.paged.layout import FP8, BlockTable, PagedLayer, take
-from comb_serving.config.options import POOL_DTYPES
 from comb_serving.pool.handles import PoolHandle
 from comb_serving.pool.memory import MEMORIES, HostMemory
 
@@ -52,8 +51,8 @@ class PoolLayout:
         for name in ("cross_layers", "kv_heads", "head_dim", "num_blocks", "block_size"):
             if getattr(self, name) < 1:
                 raise ValueError(f"a pool's {name} must be at least 1, not {getattr(self, name)}")
-        if self.stored not in POOL_DTYPES:
-            raise ValueError(f"a pool is stored as one of {', '.join(POOL_DTYPES)}, not {self.stored!r}")
+        if self.stored not in ("auto", "fp8"):
+            raise ValueError(f"a pool is stored as auto or fp8, not {self.stored!r}")
 
     @property
     def torch_dtype(self) -> torch.dtype:

@@ -9,7 +9,7 @@ from typing import Any
 
 from pydantic import BaseModel, ConfigDict, Field, field_validator
 
-from comb_serving.config.options import MAX_BODY_BYTES
+from comb_serving.config.options import ServeOptions
 from comb_serving.config.sizes import parse_bytes
 from comb_serving.launch.server_process import COMMAND
 
@@ -55,7 +55,7 @@ class ReplicasConfig(BaseModel):
         """Longest body that the servers take; nothing reads on behind it."""
         words = [word for argument in self.arguments for word in argument.split("=", 1)]
         options = dict(pairwise(words))
-        return parse_bytes(options.get("--comb-max-body", str(MAX_BODY_BYTES)))
+        return parse_bytes(options.get("--comb-max-body", str(ServeOptions.max_body_bytes)))
 
     def command_of(self, replica: str) -> list[str]:
         """What one replica runs."""

@@ -14,15 +14,8 @@ import torch
 
 from comb.model.config import CombEncoderConfig
 from comb_serving.config.instance import read_secret
-from comb_serving.config.options import (
-    INSTANCE_DIR,
-    POOL_BLOCK,
-    POOL_BYTES,
-    POOL_DTYPE,
-    POOL_MEMORY,
-    instance_dir,
-    pool_path,
-)
+from comb_serving.config.options import INSTANCE_DIR, ServeOptions, instance_dir, pool_path
+from comb_serving.config.sizes import parse_pool_size
 from comb_serving.pool.capability import KEY, Capability
 from comb_serving.pool.handles import unpack
 from comb_serving.pool.pool import PoolLayout, SharedPool, manifest_of
@@ -55,7 +48,8 @@ def rank_layout(
     blocks = total // (one.nbytes * ranks)
     if blocks < 1:
         raise ValueError(
-            f"{POOL_BYTES}={total} is less than one block of {block_size} tokens, {one.nbytes * ranks} bytes"
+            f"a pool of {total} bytes is less than one block of {block_size} tokens, {one.nbytes * ranks} bytes: give "
+            "more --comb-pool-bytes"
         )
     return replace(one, num_blocks=blocks)
 
@@ -65,26 +59,27 @@ def create_pool(model: Any, vllm_config: Any) -> SharedPool | None:
     from vllm.distributed import get_tensor_model_parallel_rank, get_tensor_model_parallel_world_size
 
     path, ranks = own_path(get_tensor_model_parallel_rank()), get_tensor_model_parallel_world_size()
-    if path is None or POOL_BYTES not in os.environ:
+    if path is None or not (options := ServeOptions.from_environment()).has_pool:
         return None
-    device = pool_device(next(model.parameters()).device)
+    device = torch.device("cpu") if options.pool_memory == "host" else next(model.parameters()).device
     layout = rank_layout(
         model.comb_config,
         cross_layers=model.comb.blocks,
         dtype=str(vllm_config.model_config.dtype).removeprefix("torch."),
         ranks=ranks,
-        total=total_bytes(os.environ[POOL_BYTES], device, path.parent, ranks),
-        block_size=int(os.environ.get(POOL_BLOCK, "16")),
-        stored=os.environ.get(POOL_DTYPE, "auto"),
+        total=total_bytes(options.pool_bytes, device, path.parent, ranks),
+        block_size=options.pool_block,
+        stored=options.pool_dtype,
     )
     return SharedPool.create(path, layout, device)
 
 
 def total_bytes(size: str, device: torch.device, folder: Path, ranks: int) -> int:
-    """Bytes of all pools together: a number, or a share such as ``25%`` of the memory they are made in.
+    """Bytes of all pools together: a size, or a share such as ``25%`` of the memory they are made in.
 
     That is of each rank's GPU, or of the file system in shared memory, which all ranks have in common.
     """
+    size = parse_pool_size(size)
     if not size.endswith("%"):
         return int(size)
     if device.type == "cpu":
@@ -92,14 +87,6 @@ def total_bytes(size: str, device: torch.device, folder: Path, ranks: int) -> in
     else:
         memory = torch.get_device_module(device).get_device_properties(device).total_memory * ranks
     return int(float(size.removesuffix("%")) / 100 * memory)
-
-
-def pool_device(own: torch.device) -> torch.device:
-    """Where the pool lies: where the model is, or in host memory. Raises ValueError for an unknown choice."""
-    chosen = os.environ.get(POOL_MEMORY, "auto")
-    if chosen not in ("auto", "host"):
-        raise ValueError(f"{POOL_MEMORY} is auto (the decoder's device) or host, not {chosen!r}")
-    return torch.device("cpu") if chosen == "host" else own
 
 
 class DocumentCheck:

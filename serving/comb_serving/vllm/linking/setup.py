@@ -14,6 +14,7 @@ from comb.backbones.rotary import configured_primer_limit
 from comb.backbones.tokenizer import load_tokenizer
 from comb.linktokens.config import LinkTokensConfig
 from comb.methods.fronts import dummies_of
+from comb_serving.config.options import ServeOptions
 from comb_serving.linking.methods import LinkMethod
 from comb_serving.vllm.fixed_weights import check_no_transfer
 from comb_serving.vllm.versions import TESTED, is_tested
@@ -45,10 +46,10 @@ def engine_options(method: LinkMethod, front: Sequence[int] = (), link_tokens: s
     return {**options, "disable_hybrid_kv_cache_manager": True}
 
 
-def linking_options(method: str, checkpoint: str, link_tokens: str | None = None) -> dict[str, Any]:
+def linking_options(options: ServeOptions) -> dict[str, Any]:
     """`engine_options` of a server for a plain model, or an adapter with link tokens; none where it links nothing."""
-    chosen = LinkMethod.parse(method)
-    return {} if chosen.full else engine_options(chosen, front_for(chosen, checkpoint, link_tokens), link_tokens)
+    chosen, links = LinkMethod.parse(options.method or "full"), options.link_tokens
+    return {} if chosen.full else engine_options(chosen, front_for(chosen, options.checkpoint, links), links)
 
 
 def front_for(method: LinkMethod, checkpoint: str | Path, link_tokens: str | None = None) -> list[int]:

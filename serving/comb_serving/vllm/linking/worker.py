@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from typing import Any
 
 import torch
@@ -12,7 +11,7 @@ from vllm.distributed.kv_transfer import get_kv_transfer_group
 
 from comb.backbones.identity import weights_fingerprint
 from comb.linktokens.published import published_front
-from comb_serving.config.options import DISK_BYTES, DISK_PATH, HOST_BYTES, POOL_BLOCK, POOL_BYTES, instance_dir
+from comb_serving.config.options import ServeOptions, instance_dir
 from comb_serving.encoding.kept import kept_store
 from comb_serving.linking.layout import LinkingLayout
 from comb_serving.pool.handles import PoolHandle
@@ -48,25 +47,24 @@ class PoolWorker(FixedWeights):
         super().load_model(**options)
         model = self.model_runner.get_model()
         rank, ranks = get_tensor_model_parallel_rank(), get_tensor_model_parallel_world_size()
-        folder, device = instance_dir(), next(model.parameters()).device
+        asked, folder, device = ServeOptions.from_environment(), instance_dir(), next(model.parameters()).device
         link_tokens = link_tokens_of(self.vllm_config)
         self.comb_pool = DocumentPool.for_model(
             model,
             self.vllm_config,
-            total_bytes=total_bytes(os.environ[POOL_BYTES], device, folder, ranks),
+            total_bytes=total_bytes(asked.pool_bytes, device, folder, ranks),
             ranks=ranks,
-            block_size=int(os.environ.get(POOL_BLOCK, "16")),
+            block_size=asked.pool_block,
             front_tokens=0 if link_tokens is None else len(front_of(self.vllm_config)),
         )
         if link_tokens is not None:
             learned, adapter = published_front(link_tokens)
             check_backbone(model, adapter)
             self.comb_pool.put_front(learned(torch.float32), rank, ranks)
-        disk_bytes = os.environ.get(DISK_BYTES)
         store = kept_store(
-            host_bytes=int(os.environ.get(HOST_BYTES, "0")) // ranks,
-            disk_path=os.environ.get(DISK_PATH),
-            disk_bytes=None if disk_bytes is None else int(disk_bytes),
+            host_bytes=asked.host_bytes // ranks,
+            disk_path=asked.disk_path,
+            disk_bytes=asked.disk_bytes,
             largest_bytes=self.comb_pool.bytes_per_token
             * (self.vllm_config.model_config.max_model_len + self.comb_pool.state_rows),
             part=f"rank-{rank}",

@@ -1,0 +1,134 @@
+"""What a server looks at before it says that it is healthy, with an engine that does as a test says."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import AsyncIterator, Iterator
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from comb_serving.api.start_check import check_start
+from comb_serving.linking.layout import LinkingLayout
+from comb_serving.linking.methods import LinkMethod
+from comb_serving.linking.reports import LinkReport, ReportReceiver, ReportSender, name_of
+from comb_serving.pool.capability import KEY, Capability
+from tests.helpers.middleware_server import SECRET, Server
+
+pytestmark = pytest.mark.vllm
+LAYOUT = LinkingLayout(8, 16, 24, "model", "float32", 64, 4096)
+
+
+class Engine:
+    """Its first token's log-probability is -1, over documents `more`; `noise` is added at every question.
+
+    With a `sender` it links as the plan says (unless `links` is off), and adds `more` where something was linked. It
+    ends after `ends` tokens.
+    """
+
+    def __init__(
+        self, more: float = 0.0, *, sender: ReportSender | None = None, noise: float = 0.0, links: bool = True,
+        ends: int = 9,
+    ) -> None:  # fmt: skip
+        self.more, self.sender, self.noise, self.links, self.ends, self.asked = more, sender, noise, links, ends, 0
+
+    async def generate(self, prompt: Any, parameters: Any, request_id: str) -> AsyncIterator[Any]:
+        self.asked += 1
+        ids, token, read = prompt["prompt_token_ids"], (parameters.extra_args or {}).get(KEY), False
+        if token is not None:
+            said = Capability.verify(token, SECRET)
+            said.check(request_id, prompt["cache_salt"], ids)
+            assert said.documents
+            read = True
+            if self.sender is not None:
+                method = LinkMethod.parse(said.method)
+                found = layout_for(method).plan(method, len(ids), said.spans_in(ids))
+                linked = sum(load.end - load.start for load in found.loads) if self.links else 0
+                self.sender.send(name_of(token), LinkReport(0, linked, len(ids) - linked))
+                read = linked > 0
+        likely = -1 + self.noise * self.asked + (self.more if read else 0)
+        answer = [7] * min(parameters.max_tokens, self.ends)
+        logprobs = [{7: SimpleNamespace(logprob=likely)}] * len(answer)
+        yield SimpleNamespace(outputs=[SimpleNamespace(token_ids=answer, logprobs=logprobs, finish_reason="error")])
+
+
+@pytest.fixture
+def told(tmp_path: Path) -> Iterator[tuple[ReportReceiver, ReportSender]]:
+    pytest.importorskip("vllm")
+    receiver = ReportReceiver(tmp_path)
+    yield receiver, ReportSender(tmp_path)
+    receiver.close()
+
+
+async def check(server: Server, engine: Engine, checkpoint: Path | str, reports: Any = None) -> None:
+    await check_start(server.app.front().preprocessor, engine, SECRET, str(checkpoint), reports)
+
+
+async def test_an_engine_that_reads_documents_is_believed_and_nothing_is_left(nano_adapter: Path) -> None:
+    pytest.importorskip("vllm")
+    server = Server()
+    for engine in (Engine(0.5), Engine(-0.5, noise=0.01)):
+        await check(server, engine, nano_adapter)
+    assert not server.manager.pool.entries
+    server.check_idle()
+
+
+async def test_an_engine_that_reads_none_ends_the_server(
+    nano_adapter: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    pytest.importorskip("vllm")
+    server = Server()
+    for engine in (Engine(0.0), Engine(0.0, noise=0.01)):
+        with pytest.raises(RuntimeError, match="a document changes log-probabilities by"):
+            await check(server, engine, nano_adapter)
+    with pytest.raises(RuntimeError, match="the engine ended with 'error'"):
+        await check(server, Engine(0.5, ends=1), nano_adapter)
+    server.check_idle()
+    from comb import CombForCausalLM
+    from comb_training.nano import CHECKPOINT
+
+    CombForCausalLM.from_backbone(str(CHECKPOINT), num_encoder_layers=2).save_pretrained(tmp_path)
+    with caplog.at_level(logging.WARNING):
+        await check(server, Engine(0.0), tmp_path)
+    assert "Is it trained?" in caplog.text
+
+
+def layout_for(method: LinkMethod) -> LinkingLayout:
+    return replace(LAYOUT, front=() if method.front == "none" else (5, 6, 7), given=method.front == "adapter")
+
+
+def plain(method: str = "legolink:16", *, blocks: int = 8, longest: int = 64) -> Server:
+    layout = replace(layout_for(LinkMethod.parse(method)), num_blocks=blocks, max_document_tokens=longest)
+    return Server(method=method, layout=layout)
+
+
+@pytest.mark.parametrize("method", ["naive", "legolink:16", "legolink-0", "primed", "primed:4", "linktokens"])
+async def test_an_engine_that_links_is_believed_and_nothing_is_left(told: Any, method: str) -> None:
+    server = plain(method)
+    for more in ({}, {"more": 0.05, "noise": 0.01}):
+        engine = Engine(sender=told[1], **more)
+        await check(server, engine, "", told[0])
+        assert engine.asked == (1 if method == "linktokens" else 4)
+    assert not server.manager.pool.entries
+    server.check_idle()
+
+
+async def test_an_engine_that_links_wrongly_or_not_at_all_ends_the_server(told: Any) -> None:
+    for more, words in (
+        ({"more": 0.05}, "change log-probabilities by 0.05 where they must change nothing"),
+        ({"links": False}, "20 tokens must come from the pool, the engine says 0"),
+    ):
+        server = plain()
+        with pytest.raises(RuntimeError, match=words):
+            await check(server, Engine(sender=told[1], **more), "", told[0])
+        server.check_idle()
+    with pytest.raises(RuntimeError, match="no room to try linking two documents: the pool has 1 blocks"):
+        await check(plain(blocks=1), Engine(sender=told[1]), "", told[0])
+
+
+async def test_a_small_pool_and_short_prompts_are_enough(told: Any) -> None:
+    server = plain(blocks=2, longest=22)
+    await check(server, Engine(sender=told[1]), "", told[0])
