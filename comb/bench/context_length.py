@@ -24,8 +24,7 @@ from comb.bench.options import Lengths, Methods, QueryTokens, RandomModelOptions
 from comb.bench.work import RandomPrompt, check_logits, first_token, synchronize, vocabulary
 from comb.cache.picache import PICache
 from comb.evaluation.plot import Bars, Lines, Panel, in_order
-from comb.evaluation.run import Timing
-from comb.evaluation.table import Column, Row, TextTable, mebibytes, ms, spread
+from comb.evaluation.table import Column, Row, TextTable, Timing, mebibytes, ms, spread
 from comb.methods.base import Method
 from comb.methods.prefixes import prefixes_of
 

@@ -21,8 +21,8 @@ from comb.bench.options import Methods, QuestionOptions, split_methods
 from comb.documents.document import Example
 from comb.evaluation.compare import linked
 from comb.evaluation.plot import Lines, Panel
-from comb.evaluation.run import Setting, Timing
-from comb.evaluation.table import Column, Row, TextTable, fixed, spread
+from comb.evaluation.setting import Setting
+from comb.evaluation.table import Column, Row, TextTable, Timing, fixed, spread
 from comb.hybrid.caches import new_cache, read_state, run
 from comb.hybrid.support import find_hybrid_support
 from comb.methods.base import DecodeState

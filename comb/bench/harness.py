@@ -47,9 +47,8 @@ from comb.bench.commands import benchmarks
 from comb.cache.store import StoreFullError
 from comb.evaluation.plot import Panel, draw
 from comb.evaluation.record import check_writable, environment, write_json
-from comb.evaluation.run import Timing
 from comb.evaluation.table import Row as Row
-from comb.evaluation.table import TextTable
+from comb.evaluation.table import TextTable, Timing
 
 _REFUSALS = (ValueError, MemoryError, NotImplementedError, StoreFullError, torch.OutOfMemoryError)
 K = TypeVar("K")

@@ -23,8 +23,7 @@ from comb.bench import seams
 from comb.bench.harness import BenchmarkReport, OutOptions, benchmark, or_refused
 from comb.bench.joint_cases import JointKernelCase
 from comb.bench.kernel_cases import BOUNDS, MacCase, PagedCase
-from comb.evaluation.run import Timing
-from comb.evaluation.table import Column, Row, TextTable, fixed
+from comb.evaluation.table import Column, Row, TextTable, Timing, fixed
 from comb.kernels.interpreter import INTERPRETED
 from comb.kernels.mac.config import MacConfig
 

@@ -22,7 +22,7 @@ from comb.bench.options import MaxNewTokens, QuestionOptions, integers
 from comb.documents.document import Example
 from comb.evaluation.metrics import agreement, contains, score
 from comb.evaluation.plot import Lines, Panel
-from comb.evaluation.run import Setting
+from comb.evaluation.setting import Setting
 from comb.evaluation.table import Column, Row, TextTable, fixed, percent
 from comb.mac import MacConfig
 from comb.mac.accounting import MacReport

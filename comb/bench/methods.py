@@ -22,14 +22,14 @@ from comb.backbones.adapter import trained_method
 from comb.backbones.exclusive import backbone_of
 from comb.backbones.fingerprint import backbone_fingerprint
 from comb.bench.harness import BenchmarkReport, benchmark
-from comb.bench.options import Methods, QuestionOptions, drop_too_long, split_methods
+from comb.bench.options import Methods, QuestionOptions, split_methods
 from comb.documents.datasets import DATA, Counts
 from comb.documents.document import Example
-from comb.evaluation.compare import AnswerRules, compare, made_by
+from comb.evaluation.compare import compare, measure_times
 from comb.evaluation.journal import Journal
 from comb.evaluation.plot import METRICS, Frontier, Panel, Quality
-from comb.evaluation.run import NO_DOCUMENTS, Setting, disjoint, first_token_times
 from comb.evaluation.sets import EvaluationSet, read_sets
+from comb.evaluation.setting import NO_DOCUMENTS, AnswerRules, Setting, drop_too_long
 from comb.evaluation.summary import comparison_tables, summarize
 from comb.evaluation.table import Row, TextTable
 from comb.methods.linked import Linked
@@ -185,7 +185,7 @@ def _question_set(plain: Setting, each: EvaluationSet, options: MethodsOptions, 
     found = each.read(folder, options.seed)
     counts = Counts.from_dict(found.counts.to_dict())
     counts.drop("over the limit", max(0, len(found) - wanted))
-    examples = drop_too_long(setting, found.examples[:wanted], rules.max_new_tokens, counts)
+    examples = drop_too_long(setting, found.examples[:wanted], ["full"], rules.max_new_tokens, counts)
     source = {"dataset": each.dataset, "split": each.split, "options": each.options}
     return QuestionSet(each.name, setting, examples, rules, source, {**asdict(each), "data": counts.to_dict()})
 
@@ -201,37 +201,18 @@ def ask(asked: QuestionSet, specs: Sequence[str], options: MethodsOptions, repor
         "query": asked.setting.query_template, "document": asked.setting.builder.document_template,
         "splitter": options.splitter, **asked.source,
     }  # fmt: skip
-    answers, clock = (
-        Journal(None if folder is None else folder / name, made_with)
-        for name in (f"{asked.name}.jsonl", f"{asked.name}.times.jsonl")
-    )
+    journal = Journal(None if folder is None else folder / f"{asked.name}.jsonl", made_with)
     refused: dict[str, str] = {}
-    times: dict[str, tuple[list[float], list[float]]] = {}
     try:
         refused |= compare(
-            asked.setting, asked.examples, specs, answers,
+            asked.setting, asked.examples, specs, journal,
             rules=asked.rules, answers=options.limit, title=asked.name,
         )  # fmt: skip
-        examples = disjoint(asked.examples, options.timing_questions)
-        for spec in specs if examples else ():
-            if spec not in refused:
-                times[spec] = _times(asked.setting, spec, examples, clock)
+        running = [spec for spec in specs if spec not in refused]
+        measure_times(asked.setting, asked.examples, running, journal, options.timing_questions)
     finally:
-        for row in summarize(answers.rows, asked.examples, specs, refused, times):
+        for row in summarize(journal.rows, asked.examples, specs, refused):
             report.add({"set": asked.name, **row})
-
-
-def _times(
-    setting: Setting, spec: str, examples: Sequence[Example], journal: Journal
-) -> tuple[list[float], list[float]]:
-    """Seconds to the first token, cold and cached; from the journal if they are there."""
-    name = {"method": spec, "made_by": made_by(setting.engine(spec)), "questions": [each.id for each in examples]}
-    row = next((row for row in journal.rows if name.items() <= row.items()), None)
-    if row is None:
-        cold, cached = first_token_times(setting, spec, examples)
-        row = {**name, "cold": cold, "cached": cached}
-        journal.add(row)
-    return row["cold"], row["cached"]
 
 
 def _by_set(rows: Sequence[Row]) -> list[tuple[str, list[Row]]]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Annotated, Any
 
@@ -17,7 +16,7 @@ from comb.documents.datasets import Counts, read_dataset
 from comb.documents.document import Example, PromptBuilder
 from comb.documents.rendering import template_arguments
 from comb.evaluation.record import read_training
-from comb.evaluation.run import NO_DOCUMENTS, Setting
+from comb.evaluation.setting import NO_DOCUMENTS, Setting, drop_too_long
 from comb.model.source import load_named, named_device
 
 LEAST_POSITIONS = 128  # of the random model: what is checked before anything is timed must fit
@@ -146,7 +145,7 @@ class QuestionOptions(ModelOptions):
         """`setting`, and the questions with room for so long an answer; the report says what was dropped."""
         examples, counts = self.read()
         setting = self.setting()
-        kept = drop_too_long(setting, examples, max_new_tokens, counts)
+        kept = drop_too_long(setting, examples, ["full"], max_new_tokens, counts)
         report.facts["data"] = counts.to_dict()
         report.heading = f"{self.model}, {self.dataset}, {self.split}: {counts}"
         return setting, kept
@@ -157,23 +156,6 @@ def _trained_templates(model: str) -> dict[str, Any]:
     record = read_training(model)
     data = {} if record is None else record["config"].get("data") or {}
     return {name: data.get(name) for name in ("query_template", "document_template", "head", "stop")}
-
-
-def drop_too_long(setting: Setting, examples: Sequence[Example], max_new_tokens: int, counts: Counts) -> list[Example]:
-    """Examples whose whole prompt and answer fit the model's positions; the others are counted as dropped.
-
-    Raises:
-        ValueError: if none is left.
-    """
-    limit = setting.engine("full").method.max_prompt_tokens
-    if limit is None:
-        return list(examples)
-    kept = setting.fitting(examples, limit - max_new_tokens)
-    reason = f"prompt and {max_new_tokens} new tokens exceed the model's {limit} positions"
-    counts.drop(reason, len(examples) - len(kept))
-    if not kept:
-        raise ValueError(f"no example fits the model's {limit} positions ({counts}): use fewer or shorter documents")
-    return kept
 
 
 def split_methods(text: str, *, control: bool = True) -> list[str]:

@@ -40,9 +40,8 @@ from comb.bench.methods import compare_methods
 from comb.bench.options import DeviceOptions, Seed
 from comb.bench.parallel import parallel
 from comb.documents.datasets import DATA
-from comb.evaluation.run import Timing
 from comb.evaluation.sets import read_sets
-from comb.evaluation.table import Column, Row, TextTable
+from comb.evaluation.table import Column, Row, TextTable, Timing
 
 PAPERS = {file.stem: file for file in sorted((Path(__file__).parent / "papers").glob("*.yaml"))}
 BENCHMARKS: dict[str, Callable[[Any, BenchmarkReport], None]] = {

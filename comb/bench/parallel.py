@@ -28,8 +28,7 @@ from comb.engine.workers import CompileExecutor
 from comb.engine.workers.ray_actors import ray_executor
 from comb.engine.workers.scheduling import Plan, lpt
 from comb.evaluation.plot import Bars, Panel
-from comb.evaluation.run import Timing
-from comb.evaluation.table import Column, Row, TextTable, fixed, ms, percent, spread
+from comb.evaluation.table import Column, Row, TextTable, Timing, fixed, ms, percent, spread
 from comb.methods.base import Method
 from comb.model.source import ModelSource
 

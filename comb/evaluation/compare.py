@@ -9,6 +9,7 @@ however early the run is broken off, all have answered the same questions.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
@@ -19,43 +20,20 @@ import torch
 from torch import Tensor
 from tqdm import tqdm
 
-from comb.documents.document import DocumentLike, Example, stopping_tokens, until_stop
+from comb.backbones.identity import one_walk
+from comb.documents.document import Document, DocumentLike, Example
 from comb.engine.construction import default_store
 from comb.engine.decoding import trim
 from comb.engine.engine import PICEngine
 from comb.engine.report import cache_bytes
 from comb.evaluation.journal import Journal
-from comb.evaluation.run import Setting
+from comb.evaluation.setting import AnswerRules, Setting
 from comb.methods.base import DecodeState
+
+logger = logging.getLogger(__name__)
 
 REFUSALS = (ValueError, NotImplementedError, MemoryError, torch.OutOfMemoryError)
 """What a method raises that can't run on a model, or has no room; other methods go on."""
-
-
-@dataclass(frozen=True)
-class AnswerRules:
-    """How long an answer may be, and where it ends before the model's own end token.
-
-    Args:
-        stop: characters that end an answer, each of them; the answer is what stands in front. Empty: none.
-    """
-
-    max_new_tokens: int = 48
-    stop: str = ""
-
-    def settings(self, engine: PICEngine) -> dict[str, Any]:
-        """For ``generate``, greedy: every token whose text holds a character of `stop` is an end token."""
-        settings = engine.settings({"max_new_tokens": self.max_new_tokens})
-        if self.stop:
-            own = settings["eos_token_id"]
-            own = [] if own is None else own if isinstance(own, list) else [own]
-            settings["eos_token_id"] = [*own, *stopping_tokens(engine.tokenizer, self.stop)]
-        return settings
-
-    def text(self, engine: PICEngine, token_ids: Sequence[int]) -> str:
-        """An answer's tokens as the text that is scored."""
-        text = str(engine.tokenizer.decode(list(token_ids), skip_special_tokens=True))
-        return until_stop(text, self.stop)
 
 
 @dataclass(frozen=True)
@@ -65,11 +43,13 @@ class ReferenceAnswer:
     Args:
         logits: that each token was chosen from. [tokens, vocabulary]
         greedy: whether each token is the likeliest there (settings of the model may have changed logits).
+        facts: what it cost, as `linked` says it.
     """
 
     token_ids: tuple[int, ...]
     logits: Tensor
     greedy: bool
+    facts: Mapping[str, int]
 
 
 def compare(
@@ -86,8 +66,8 @@ def compare(
     """Adds a row per question and method to `journal`, but for those it has already.
 
     A row has ``method``, ``question``, ``kl`` in nats and ``top1`` (means over the ``tokens`` of full recompute's
-    answer), ``computed``, ``recomputed`` and ``document_tokens``, ``cache_bytes``, and, for the first `answers`
-    questions, the method's ``text``.
+    answer; none of the three where its prompt has no room), ``computed``, ``recomputed`` and ``document_tokens``,
+    ``cache_bytes``, and, for the first `answers` questions, the method's ``text``.
 
     Args:
         specs: methods as `Setting.engine` takes them; "none" is the control without documents.
@@ -104,35 +84,71 @@ def compare(
             engines[spec] = setting.engine(spec, store)
         except REFUSALS as error:
             refused[spec] = " ".join(str(error).split())
-    found = {
-        (row["method"], row["made_by"], row["question"]): "text" in row for row in journal.rows if "computed" in row
-    }
+    names = {spec: made_by(engine) for spec, engine in engines.items()}
+    # of a question that a method has twice the last row counts, as in `summarize`
+    found = {(r["method"], r["question"]): (r["made_by"], "text" in r) for r in journal.rows if "computed" in r}
     limit = len(examples) if answers is None else answers
-    warm = False
+    room, warm, without = reference.method.max_prompt_tokens, False, 0
     for number, example in enumerate(tqdm(examples, title, unit="question", leave=False, disable=not progress)):
         question, answered = question_name(number, example), number < limit
         # a row without an answer is made again if an answer is wanted now
-        missing = [s for s, e in engines.items() if not _has(found.get((s, made_by(e), question)), answered)]
+        enough = {spec: ((name, True), (name, answered)) for spec, name in names.items()}
+        missing = [spec for spec in engines if found.get((spec, question)) not in enough[spec]]
         if not missing:
             continue
-        with linked(reference, *setting.request("full", example)) as (state, _):
-            token_ids, logits = state.generate_with_logits(**settings)
-        own = trim(token_ids, settings, 1)
-        expected = ReferenceAnswer(own, logits, logits.argmax(-1).tolist() == list(own))
-        if not warm:  # a head is kept for all methods, and the first one would count it
-            warm = True
+        with one_walk():
+            expected = None
+            if room is None or setting.prompt_tokens(example) + rules.max_new_tokens <= room:
+                expected = _reference(reference, setting.request("full", example), settings)
+            without += expected is None
+            if not warm:  # a head is kept for all methods, and the first one would count it
+                warm = True
+                for spec in missing:
+                    with suppress(*REFUSALS), linked(engines[spec], *setting.request(spec, example)):
+                        pass
             for spec in missing:
-                with suppress(*REFUSALS), linked(engines[spec], *setting.request(spec, example)):
-                    pass
-        for spec in missing:
-            try:
-                row = _row(setting, spec, engines[spec], example, expected, settings, rules, answered)
-            except REFUSALS as error:
-                refused[spec] = " ".join(str(error).split()) or type(error).__name__
-                del engines[spec]
-            else:
-                journal.add({"method": spec, "made_by": made_by(engines[spec]), "question": question, **row})
+                try:
+                    row = _row(setting, spec, engines[spec], example, expected, settings, rules, answered)
+                except REFUSALS as error:
+                    refused[spec] = " ".join(str(error).split()) or type(error).__name__
+                    del engines[spec]
+                else:
+                    journal.add({"method": spec, "made_by": names[spec], "question": question, **row})
+    if without:
+        logger.warning("no KL of %d questions: full recompute has no room for their prompts", without)
     return refused
+
+
+def measure_times(
+    setting: Setting, examples: Sequence[Example], specs: Sequence[str], journal: Journal, questions: int
+) -> None:
+    """Adds rows of times to `journal`, but for those it has: one request at a time, method by method.
+
+    A row has ``method``, ``question``, and seconds from the call to the first token, ``cold`` with nothing kept, and
+    ``cached``, asked again.
+
+    Args:
+        questions: of how many of the examples, no two of which share a document, so that each is cold when first asked.
+    """
+    chosen, seen = dict[str, Example](), set[Any]()
+    for number, example in enumerate(examples):
+        if len(chosen) < questions and not seen & set(example.documents):
+            seen |= set(example.documents)
+            chosen[question_name(number, example)] = example
+    if len(chosen) < questions:
+        logger.info("times are taken of %d questions: no more of them have different documents", len(chosen))
+    found = {(row["method"], row["question"]): row["made_by"] for row in journal.rows if "cold" in row}
+    for spec in specs if chosen else ():
+        engine = setting.engine(spec)
+        name = made_by(engine)
+        missing = [question for question in chosen if found.get((spec, question)) != name]
+        for question in missing[:1]:  # warm-up: allocations, lazy initialisation
+            setting.engine(spec).ask(*setting.request(spec, chosen[question]), max_new_tokens=1)
+        for question in missing:
+            engine.heads.clear()  # what stands in front of the documents is kept for all engines on a backbone
+            request = setting.request(spec, chosen[question])
+            cold, cached = (engine.ask(*request, max_new_tokens=1).report.ttft_s for _ in range(2))
+            journal.add({"method": spec, "made_by": name, "question": question, "cold": cold, "cached": cached})
 
 
 def question_name(number: int, example: Example) -> str:
@@ -145,27 +161,35 @@ def made_by(engine: PICEngine) -> str:
     return sha256(engine.method.fingerprint.encode()).hexdigest()[:12]
 
 
-def _has(text: bool | None, wanted: bool) -> bool:
-    return text is not None and (text or not wanted)
+def _reference(
+    engine: PICEngine, request: tuple[str, Sequence[Document]], settings: Mapping[str, Any]
+) -> ReferenceAnswer:
+    with linked(engine, *request) as (state, facts):
+        token_ids, logits = state.generate_with_logits(**settings)
+    own = trim(token_ids, settings, 1)
+    return ReferenceAnswer(own, logits, logits.argmax(-1).tolist() == list(own), facts)
 
 
 def _row(
-    setting: Setting, spec: str, engine: PICEngine, example: Example, expected: ReferenceAnswer,
+    setting: Setting, spec: str, engine: PICEngine, example: Example, expected: ReferenceAnswer | None,
     settings: Mapping[str, Any], rules: AnswerRules, answered: bool,
 ) -> dict[str, Any]:  # fmt: skip
+    if spec == "full" and expected is not None:
+        row: dict[str, Any] = {"tokens": len(expected.logits), "kl": 0.0, "top1": 1.0, **expected.facts}
+        return {**row, "text": rules.text(engine, expected.token_ids)} if answered else row
     with linked(engine, *setting.request(spec, example)) as (state, facts):
-        logits = expected.logits if spec == "full" else state.answer_logits(expected.token_ids)
-        same = logits.argmax(-1) == expected.logits.argmax(-1)
-        row: dict[str, Any] = {
-            "tokens": len(logits),
-            "kl": float(kl_divergence(expected.logits, logits).mean()),
-            "top1": float(same.float().mean()),
-            **facts,
-        }
+        row, token_ids = dict(facts), None
+        if expected is not None:
+            logits = state.answer_logits(expected.token_ids)
+            same = logits.argmax(-1) == expected.logits.argmax(-1)
+            kl = float(kl_divergence(expected.logits, logits).mean())
+            row = {"tokens": len(logits), "kl": kl, "top1": float(same.float().mean()), **row}
+            if expected.greedy and bool(same.all()):
+                token_ids = expected.token_ids
         if answered:
-            decode = spec != "full" and not (expected.greedy and bool(same.all()))
-            token_ids = state.generate_with_logits(**settings)[0] if decode else expected.token_ids
-            row["text"] = rules.text(engine, trim(list(token_ids), settings, 1))
+            if token_ids is None:
+                token_ids = trim(state.generate_with_logits(**settings)[0], settings, 1)
+            row["text"] = rules.text(engine, token_ids)
     return row
 
 

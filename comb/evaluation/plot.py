@@ -7,8 +7,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
-from comb.evaluation.run import NO_DOCUMENTS, MethodResult, Timing
-from comb.evaluation.table import Row
+from comb.evaluation.setting import NO_DOCUMENTS
+from comb.evaluation.table import Row, Timing
 
 METRICS = {"em": "exact match, %", "f1": "F1, %", "contains": "gold answer contained, %", "rouge_l": "ROUGE-L, %"}
 _MARKERS = "osD^vXP*"
@@ -138,7 +138,7 @@ class Quality:
     """Quality against time to first token: hollow cold, filled cached (EPIC Fig. 6). Refused methods are left out.
 
     Args:
-        rows: of `MethodResult.to_dict` or `summarize`. metric: em, f1, contains or rouge_l. name: of the questions.
+        rows: of `summarize`. metric: em, f1, contains or rouge_l. name: of the questions.
     """
 
     rows: Sequence[Row]
@@ -222,13 +222,6 @@ def draw(panels: Sequence[Panel], path: str | Path, *, title: str = "") -> Path:
     Path(path).parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(path, dpi=130)
     return Path(path)
-
-
-def plot_results(results: Sequence[MethodResult], path: str | Path, *, title: str = "", metric: str = "em") -> Path:
-    """`Quality` as a file. Raises ValueError for another metric, ImportError where matplotlib isn't installed."""
-    if metric not in METRICS:
-        raise ValueError(f"the metric of a plot is one of {', '.join(METRICS)}, not {metric!r}")
-    return draw([Quality([result.to_dict() for result in results], metric)], path, title=title)
 
 
 Curve = Sequence[tuple[int, float]]

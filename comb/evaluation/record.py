@@ -9,7 +9,7 @@ import platform
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping, Sequence
 from importlib import metadata
 from pathlib import Path
 from typing import Any
@@ -41,9 +41,8 @@ def environment(**settings: Any) -> dict[str, Any]:
     }
 
 
-def write_results(path: str | Path, results: Iterable[Any], **settings: Any) -> None:
-    """Writes results (plain rows, or objects with `to_dict`) with `environment` as JSON, atomically."""
-    rows = [row if isinstance(row, Mapping) else row.to_dict() for row in results]
+def write_results(path: str | Path, rows: Sequence[Mapping[str, Any]], **settings: Any) -> None:
+    """Writes the rows of a table with `environment` as JSON, atomically."""
     write_json(path, {**environment(**settings), "results": rows})
 
 

@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
 from statistics import fmean
 from typing import Any
 
-from comb.documents.document import Example, PromptBuilder
-from comb.evaluation.compare import AnswerRules, compare, question_name
+from comb.documents.document import Example
+from comb.evaluation.compare import compare, measure_times, question_name
 from comb.evaluation.journal import Journal
 from comb.evaluation.metrics import agreement, bootstrap, contains, exact_match, f1, rouge_l
-from comb.evaluation.run import NO_DOCUMENTS, MethodResult, Timing, prepared
-from comb.evaluation.table import Column, Row, TextTable, divergence, fixed, ms, percent
+from comb.evaluation.setting import NO_DOCUMENTS, AnswerRules, Setting
+from comb.evaluation.table import Column, Row, TextTable, Timing, divergence, fixed, ms, percent
 
 QUALITY: dict[str, Callable[[str, Sequence[str]], float]] = {
     "em": exact_match,
@@ -21,101 +20,78 @@ QUALITY: dict[str, Callable[[str, Sequence[str]], float]] = {
     "rouge_l": rouge_l,
 }
 """Of an answer and those that count."""
-KL_QUESTIONS = 64
-"""Of an evaluation, of which KL is taken at most: question by question, it takes as long as the answers."""
 
 
 def summarize(
-    rows: Sequence[Mapping[str, Any]],
-    examples: Sequence[Example],
-    specs: Sequence[str],
-    refused: Mapping[str, str],
-    times: Mapping[str, tuple[Sequence[float], Sequence[float]]],
+    rows: Sequence[Mapping[str, Any]], examples: Sequence[Example], specs: Sequence[str], refused: Mapping[str, str]
 ) -> list[Row]:
     """A row per method, in order.
 
-    ``em``, ``f1``, ``contains`` and ``rouge_l`` are means over the ``n`` questions that it and `full` have answered,
-    ``same`` and ``rouge_l_full`` compare its answers with those of `full`; ``kl`` and ``top1_agreement`` are means over
-    ``kl_n`` tokens of ``kl_questions`` questions, and ``closed`` is 1 - KL over the KL of "none" at the same
-    questions. ``intervals`` and ``minus_full`` (mean, low, high) are by question, 95%.
+    ``em``, ``f1``, ``contains`` and ``rouge_l`` are means over the ``n`` questions that it has answered, and `full`, if
+    that is asked; ``same`` and ``rouge_l_full`` compare its answers with those of `full`; ``kl`` and ``top1_agreement``
+    are means over ``kl_n`` tokens of ``kl_questions`` questions, and ``closed`` is 1 - KL over the KL of "none" at the
+    same questions. ``intervals`` and ``minus_full`` (mean, low, high) are by question, 95%. ``ttft_cold_s`` and
+    ``ttft_cached_s`` are timings.
 
     Args:
-        rows: of `compare`, for these `examples`; of a question that a method has twice, the last one counts.
+        rows: of `compare` and `measure_times`, for these `examples`; of a question that a method has twice, the last
+            one counts.
         refused: reasons by method.
-        times: seconds to the first token by method, cold and cached.
     """
     asked = {question_name(number, example): example for number, example in enumerate(examples)}
-    by_method: dict[str, dict[str, Mapping[str, Any]]] = {spec: {} for spec in specs}
+    by_method, times = ({spec: dict[str, Mapping[str, Any]]() for spec in specs} for _ in range(2))
     for row in rows:
-        # journals of versions that didn't count all tokens are asked again
-        if row["method"] in by_method and row["question"] in asked and "computed" in row:
-            by_method[row["method"]][row["question"]] = row
-    full = by_method.get("full", {})
+        if row["method"] in by_method and row["question"] in asked:
+            (times if "cold" in row else by_method)[row["method"]][row["question"]] = row
+    full, nothing = by_method.get("full"), by_method.get(NO_DOCUMENTS, {})
     found = []
     for spec in specs:
-        own = [(row, full[question], asked[question]) for question, row in by_method[spec].items() if question in full]
+        mine = {name: row for name, row in by_method[spec].items() if full is None or name in full}
+        own = [(row, None if full is None else full[name], asked[name]) for name, row in mine.items()]
         reason = refused.get(spec, "" if own else "no question was asked")
-        cold, cached = times.get(spec, ((), ()))
-        found.append(
-            {
-                "method": spec,
-                "refused": reason,
-                "note": "",
-                **({} if reason else _means(own)),
-                "ttft_cold_s": Timing.of(cold),
-                "ttft_cached_s": Timing.of(cached),
-            }
-        )
-    nothing = by_method.get(NO_DOCUMENTS, {})
-    for row in found:
-        mine = by_method[row["method"]]
-        both = [(mine[question], nothing[question]) for question in mine if question in nothing and question in full]
-        if row.get("kl") is not None and any(none["kl"] for _, none in both):
+        made: Row = {"method": spec, "refused": reason, **({} if reason else _means(own))}
+        for name in ("cold", "cached"):
+            made[f"ttft_{name}_s"] = Timing.of([row[name] for row in times[spec].values()])
+        both = [(mine[name], nothing[name]) for name in mine if "kl" in nothing.get(name, {})]
+        if "kl" in made and any(none["kl"] for _, none in both):
             least = [max(none["kl"] * none["tokens"], 1e-9) for _, none in both]
             left = [each["kl"] * each["tokens"] / none for (each, _), none in zip(both, least, strict=True)]
-            row["closed"] = 1 - sum(share * none for share, none in zip(left, least, strict=True)) / sum(least)
+            made["closed"] = 1 - sum(share * none for share, none in zip(left, least, strict=True)) / sum(least)
             low, high = bootstrap(left, least)
-            row["intervals"]["closed"] = (1 - high, 1 - low)
+            made["intervals"]["closed"] = (1 - high, 1 - low)
+        found.append(made)
     return found
 
 
-def with_divergence(
-    model: tuple[Any, Any],
+def compared(
+    setting: Setting,
     examples: Sequence[Example],
-    results: Sequence[MethodResult],
+    specs: Sequence[str],
     *,
-    max_new_tokens: int = 48,
-    builder: PromptBuilder | None = None,
+    rules: AnswerRules,
+    timed: int = 8,
+    title: str = "",
     progress: bool = True,
-) -> list[MethodResult]:
-    """What `evaluate` found, with KL to full recompute over the first `KL_QUESTIONS` questions; arguments as there."""
-    specs = list(dict.fromkeys(["full", *(result.method for result in results), NO_DOCUMENTS]))
+) -> list[Row]:
+    """The rows of `summarize` for a comparison that nothing is kept of; in each also the method's ``predictions``.
+
+    Args:
+        timed: of how many questions times to the first token are measured.
+    """
     journal = Journal(None, {})
-    try:
-        setting, fitting, _ = prepared(model, examples, specs, max_new_tokens, builder)
-    except ValueError as error:  # full recompute has no room, where an encoder has
-        return [replace(results[0], note=_joined(results[0].note, f"No KL: {error}.")), *results[1:]]
-    asked, rules = fitting[:KL_QUESTIONS], AnswerRules(max_new_tokens, setting.builder.stop)
-    refused = compare(setting, asked, specs, journal, rules=rules, answers=0, title="KL", progress=progress)
-    found = {row["method"]: row for row in summarize(journal.rows, asked, specs, refused, {})}
-    measured = []
-    for result in results:
-        row = found[result.method]
-        ends = {key: row["intervals"][key] for key in ("kl", "closed") if key in row.get("intervals", {})}
-        why = f"No KL of {result.method}: {row['refused']}." if row["refused"] else ""
-        values = {name: row[name] for name in ("kl", "closed", "kl_questions") if name in row}
-        note, intervals = _joined(result.note, why), result.intervals | ends
-        measured.append(replace(result, note=note, intervals=intervals, **values))
-    return measured
+    refused = compare(setting, examples, specs, journal, rules=rules, title=title, progress=progress)
+    measure_times(setting, examples, [spec for spec in specs if spec not in refused], journal, timed)
+    rows = summarize(journal.rows, examples, specs, refused)
+    for row in rows:
+        row["predictions"] = [r["text"] for r in journal.rows if r["method"] == row["method"] and "text" in r]
+    return rows
 
 
-def _joined(*texts: str) -> str:
-    return " ".join(filter(None, texts))
-
-
-def _means(questions: Sequence[tuple[Mapping[str, Any], Mapping[str, Any], Example]]) -> dict[str, Any]:
-    """Of (the method's row, that of `full`, the question)."""
-    answered = [(row, full, example) for row, full, example in questions if "text" in row and "text" in full]
+def _means(questions: Sequence[tuple[Mapping[str, Any], Mapping[str, Any] | None, Example]]) -> dict[str, Any]:
+    """Of (the method's row, that of `full` if it is asked, the question)."""
+    answered = [
+        (row, full, each) for row, full, each in questions if "text" in row and (full is None or "text" in full)
+    ]
     means: dict[str, Any] = {"n": len(answered), "intervals": {}, "minus_full": {}}
 
     def mean(name: str, values: Sequence[float], weights: Sequence[float] | None = None) -> None:
@@ -123,23 +99,25 @@ def _means(questions: Sequence[tuple[Mapping[str, Any], Mapping[str, Any], Examp
         means[name] = sum(v * w for v, w in zip(values, total, strict=True)) / sum(total)
         means["intervals"][name] = bootstrap(values, weights)
 
-    if answered:
-        for name, metric in QUALITY.items():
-            values = [metric(row["text"], example.references) for row, _, example in answered]
-            of_full = [metric(full["text"], example.references) for _, full, example in answered]
-            mean(name, values)
-            gaps = [value - other for value, other in zip(values, of_full, strict=True)]
+    texts = [(row["text"], full["text"], each.references) for row, full, each in answered if full is not None]
+    for name, metric in QUALITY.items() if answered else ():
+        mean(name, [metric(row["text"], each.references) for row, _, each in answered])
+        if texts:
+            gaps = [metric(own, right) - metric(other, right) for own, other, right in texts]
             means["minus_full"][name] = (fmean(gaps), *bootstrap(gaps))
-        same, alike = agreement(*zip(*((row["text"], full["text"]) for row, full, _ in answered), strict=True))
+    if texts:
+        same, alike = agreement([own for own, _, _ in texts], [other for _, other, _ in texts])
         mean("same", same)
         mean("rouge_l_full", alike)
-    tokens = [row["tokens"] for row, _, _ in questions]
-    mean("kl", [row["kl"] for row, _, _ in questions], tokens)
-    mean("top1_agreement", [row["top1"] for row, _, _ in questions], tokens)
+    measured = [row for row, _, _ in questions if "kl" in row]
+    tokens = [row["tokens"] for row in measured]
+    if measured:
+        mean("kl", [row["kl"] for row in measured], tokens)
+        mean("top1_agreement", [row["top1"] for row in measured], tokens)
     documents = sum(row["document_tokens"] for row, _, _ in questions)
     return means | {
         "kl_n": sum(tokens),
-        "kl_questions": len(questions),
+        "kl_questions": len(measured),
         "computed_tokens": fmean(row["computed"] for row, _, _ in questions),
         "recomputed_tokens": fmean(row["recomputed"] for row, _, _ in questions),
         "document_tokens": documents / len(questions),
@@ -185,6 +163,7 @@ _GAPS = (
     Column("R-L", _of("minus_full", "rouge_l"), _between(_points)),
     Column("= full", _of("intervals", "same"), _between(lambda share: f"{100 * share:.0f}")),
     Column("KL", _of("intervals", "kl"), _between(divergence)),
+    Column("closed", _of("intervals", "closed"), _between(percent)),
     Column("top-1", _of("intervals", "top1_agreement"), _between(percent)),
 )
 
@@ -196,15 +175,17 @@ def comparison_tables(rows: Sequence[Row], title: str = "") -> list[TextTable]:
     told = next((row for row in rows if not row["refused"]), None)
     remarks = []
     if told is not None:
+        kl = f"KL and top-1 over {told['kl_n']} tokens of {told['kl_questions']} answers"
+        without = "no KL, full recompute has no room for the prompts"
         remarks.append(
-            f"{told['n']} questions of {told['document_tokens']:.0f} document tokens; KL and top-1 over "
-            f"{told['kl_n']} tokens of {told['kl_questions']} answers."
+            f"{told['n']} questions of {told['document_tokens']:.0f} document tokens; "
+            f"{kl if told['kl_questions'] else without}."
         )
         if different := [row["method"] for row in rows if not row["refused"] and row["n"] != told["n"]]:
             remarks.append(f"Not all of the questions: {', '.join(different)}.")
-    gaps = [row for row in rows if row["method"] != "full" and not row["refused"]]
+    compared = [row for row in rows if row["method"] != "full" and not row["refused"]]
     how = (
         "95% intervals by bootstrap over questions. EM, F1, holds, R-L: of the paired difference to full recompute, in "
         "percentage points."
     )
-    return [TextTable(title, scores, rows, remarks), TextTable(f"{title}: intervals", _GAPS, gaps, [how])]
+    return [TextTable(title, scores, rows, remarks), TextTable(f"{title}: intervals", _GAPS, compared, [how])]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import statistics
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -13,10 +14,31 @@ from rich.markup import escape
 from rich.table import Table
 from rich.text import Text
 
-from comb.evaluation.run import MethodResult, Timing
-
 Row = dict[str, Any]
 """What was measured once, by name. Where nothing could be, ``row["refused"]`` says why."""
+
+
+@dataclass(frozen=True)
+class Timing:
+    """Seconds: the median of `n` measurements with the quartiles around it."""
+
+    median: float
+    low: float
+    high: float
+    n: int
+
+    @classmethod
+    def of(cls, seconds: Sequence[float]) -> Timing | None:
+        """None where nothing was measured."""
+        return cls.over(seconds) if seconds else None
+
+    @classmethod
+    def over(cls, seconds: Sequence[float]) -> Timing:
+        """Of at least one measurement."""
+        if len(seconds) == 1:
+            return cls(seconds[0], seconds[0], seconds[0], 1)
+        low, median, high = statistics.quantiles(seconds, n=4, method="inclusive")
+        return cls(median, low, high, len(seconds))
 
 
 @dataclass(frozen=True)
@@ -153,11 +175,6 @@ def spread(timing: Timing, form: Callable[[float], str] = lambda v: f"{v:.2f}" i
     return f"{form(timing.median)} ({form(timing.low)}-{form(timing.high)})"
 
 
-def _quartiles(timing: Timing) -> str:
-    """``12 (9.1-20)`` in ms."""
-    return spread(timing, ms)
-
-
 def percent(share: float) -> str:
     """``0.123`` -> ``12.3``."""
     return f"{100 * share:.1f}"
@@ -178,43 +195,3 @@ def divergence(kl: float) -> str:
     if kl == 0 or abs(kl) < 1e-6:
         return "0" if kl == 0 else "<1e-6"
     return f"{kl:.3f}" if abs(kl) >= 0.001 else f"{kl:.0e}"
-
-
-_QUALITY = (
-    Column("method", "method", names=True),
-    Column("EM %", "em", percent),
-    Column("F1 %", "f1", percent),
-    Column("ROUGE-L", "rouge_l", percent),
-    Column("KL", "kl", divergence, "from full recompute's next-token distribution, nats per token of its answer"),
-    Column("KL closed %", lambda row: _closed(row), note="of the KL without documents, with its 95% interval"),
-    Column("TTFT cold", "ttft_cold_s", _quartiles, "time to first token in ms, median (quartiles)"),
-    Column("TTFT cached", "ttft_cached_s", _quartiles, "the same, asked again"),
-    Column("B/token", "cache_bytes_per_document_token", fixed(0), "bytes of cache per document token"),
-    Column("computed", "computed_tokens", fixed(0), "tokens that passed through the backbone per question"),
-)
-
-
-def result_table(results: Sequence[MethodResult], title: str = "") -> TextTable:
-    """EM, F1 and ROUGE-L in percent, times with quartiles."""
-    asked = max(result.kl_questions for result in results)
-    kl = f"; KL over {asked if asked < results[0].n else 'all'} of them" if asked else ""
-    remarks = [f"{results[0].n} questions{kl}; times one request at a time."]
-    said = ", ".join("{} {}-{}".format(r.method, *map(percent, r.intervals["em"])) for r in results if r.intervals)
-    if said:
-        remarks.append(f"EM, 95% intervals (bootstrap over questions): {said}.")
-    alike = [(r.method, r.same, r.rouge_l_full) for r in results if r.method != "full"]
-    agreed = [f"{name} {percent(a)} ({percent(b)})" for name, a, b in alike if a is not None and b is not None]
-    if agreed:
-        remarks.append(f"The same answer as full recompute's, % (ROUGE-L with it): {', '.join(agreed)}.")
-    remarks += [result.note for result in results if result.note]
-    rows = [result.to_dict() for result in results]
-    columns = [column for column in _QUALITY if asked or not column.name.startswith("KL")]
-    return TextTable(title, columns, rows, remarks)
-
-
-def _closed(row: Row) -> str | None:
-    """``96.1 (95.0-97.0)``."""
-    if row.get("closed") is None:
-        return None
-    low, high = row["intervals"]["closed"]
-    return percent(low) if low == high else f"{percent(row['closed'])} ({percent(low)}-{percent(high)})"

@@ -29,7 +29,7 @@ from comb.backbones.exclusive import backbone_of
 from comb.bench.harness import in_turns, ratios
 from comb.bench.work import RandomPrompt, random_model, synchronize, vocabulary
 from comb.cache.transfer import moved
-from comb.evaluation.run import Timing
+from comb.evaluation.table import Timing
 from comb.methods.base import DecodeState
 
 Section = dict[str, Any]

@@ -19,14 +19,13 @@ from comb.bench.drift import measure_drift, without_full_layers
 from comb.bench.drift import tables as drift_tables
 from comb.bench.harness import BenchmarkReport, OutOptions, benchmark, benchmarks
 from comb.bench.memory import peak_memory, running_maximum
-from comb.bench.options import drop_too_long, integers, numbers, split_methods
+from comb.bench.options import integers, numbers, split_methods
 from comb.bench.work import RandomPrompt, random_model
 from comb.cli import main as cli
-from comb.documents.datasets import Counts
 from comb.documents.document import PromptBuilder
 from comb.evaluation.compare import linked
-from comb.evaluation.run import Setting, Timing
-from comb.evaluation.table import Column, TextTable
+from comb.evaluation.setting import Setting
+from comb.evaluation.table import Column, TextTable, Timing
 from tests.comb.test_hybrid_methods import text_model
 from tests.helpers.byte_text import byte_tokenizer
 from tests.helpers.families import open_gates
@@ -181,16 +180,6 @@ def test_a_run_that_is_broken_off_keeps_what_it_has(tmp_path: Path) -> None:
     assert "b refused: too long" in out.with_suffix(".md").read_text()
 
 
-def test_prompts_without_room_are_dropped_and_counted(setting: Setting, examples: list[Example]) -> None:
-    long = Example((Document("x" * 250),), "why?", "so")
-    counts = Counts(read=6)
-    assert drop_too_long(setting, [*examples, long], 8, counts) == examples
-    assert counts.kept == 5
-    assert "256 positions" in str(counts)
-    with pytest.raises(ValueError, match="no example fits"):
-        drop_too_long(setting, [long], 8, Counts(read=1))
-
-
 # --- comb bench context-length --------------------------------------------------------------------------------------
 
 
@@ -286,7 +275,7 @@ def test_methods_command(folder: Path, tmp_path: Path) -> None:
     assert [row["method"] for row in content["results"]] == ["full", "legolink:2", "comb", "none"]
     assert content["results"][0]["kl"] == 0.0
     assert content["results"][0]["n"] == 4
-    assert {file.name for file in (tmp_path / "m").iterdir()} == {"data.jsonl", "data.times.jsonl"}
+    assert {file.name for file in (tmp_path / "m").iterdir()} == {"data.jsonl"}
     assert "em" not in content["results"][2]
     assert {"argv", "versions", "commit", "machine"} <= set(content)
 

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import math
+import weakref
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -16,13 +18,14 @@ from typer.testing import CliRunner
 from comb import CombForCausalLM, Document, Example
 from comb.backbones.tokenizer import load_tokenizer
 from comb.cli import main as cli
-from comb.documents.datasets import read_dataset
+from comb.documents.datasets import Counts, read_dataset
 from comb.documents.document import PromptBuilder
-from comb.evaluation.compare import AnswerRules, compare, kl_divergence
+from comb.engine.engine import PICEngine
+from comb.evaluation.compare import compare, kl_divergence, measure_times
 from comb.evaluation.journal import Journal
 from comb.evaluation.plot import Frontier, Quality
-from comb.evaluation.run import Setting
 from comb.evaluation.sets import read_sets, spread
+from comb.evaluation.setting import AnswerRules, Setting, drop_too_long
 from comb.evaluation.summary import comparison_tables, summarize
 from comb.evaluation.table import Row
 from comb.model.source import load_named
@@ -60,7 +63,7 @@ def compared(
 ) -> dict[str, Row]:
     journal = Journal(None, {})
     refused = compare(setting, examples, methods, journal, rules=rules, progress=False, **options)
-    return {row["method"]: row for row in summarize(journal.rows, examples, methods, refused, {})}
+    return {row["method"]: row for row in summarize(journal.rows, examples, methods, refused)}
 
 
 @pytest.fixture(scope="module")
@@ -79,6 +82,7 @@ def test_what_recomputes_everything_is_full_recompute(results: dict[str, Row]) -
         assert row["minus_full"]["f1"] == (0.0, 0.0, 0.0)
     assert results["full"]["kl"] == 0.0
     assert results["legolink:64"]["recomputed_tokens"] == results["full"]["document_tokens"] > 0
+    assert results["full"]["cache_bytes_per_document_token"] == 0
 
 
 def test_others_diverge_and_all_have_the_same_questions(results: dict[str, Row]) -> None:
@@ -88,7 +92,9 @@ def test_others_diverge_and_all_have_the_same_questions(results: dict[str, Row])
     assert results["naive"]["kl"] != results["naive@fixed:8"]["kl"]
     assert {(row["n"], row["kl_questions"]) for row in results.values()} == {(4, 5)}
     assert len({row["kl_n"] for row in results.values()}) == 1
-    assert results["none"]["document_tokens"] == 0
+    assert results["none"]["document_tokens"] == results["none"]["cache_bytes_per_document_token"] == 0
+    # one cross layer: K and V of two heads of 8 float32
+    assert results["comb"]["cache_bytes_per_document_token"] == 2 * 2 * 8 * 4
 
 
 def test_answers_are_those_of_the_engine(setting: Setting, examples: list[Example]) -> None:
@@ -139,6 +145,69 @@ def test_a_method_that_cannot_run_is_refused_and_the_others_go_on(setting: Setti
     assert not gaps.rows
 
 
+def test_questions_without_room_are_dropped_and_counted(setting: Setting, examples: list[Example]) -> None:
+    long, counts = replace(examples[0], documents=(Document("x" * 250),)), Counts(read=6)
+    assert drop_too_long(setting, [*examples, long], ["full", "none"], 8, counts) == examples
+    assert counts.kept == 5
+    assert "256 positions" in str(counts)
+    assert drop_too_long(setting, [long], ["comb", "none"], 8, Counts(read=1)) == [long]
+    for method, message in (("naive", "no question is left"), ("fool", "unknown method 'fool'")):
+        with pytest.raises(ValueError, match=message):
+            drop_too_long(setting, [long], [method], 8, Counts(read=1))
+
+
+def test_where_full_recompute_has_no_room_others_answer_without_kl(
+    setting: Setting, examples: list[Example], caplog: pytest.LogCaptureFixture
+) -> None:
+    long = replace(examples[0], documents=(Document("x" * 250),))
+    found = compared(setting, [*examples[:2], long], ["comb", "none"], AnswerRules(6))
+    assert {(row["n"], row["kl_questions"]) for row in found.values()} == {(3, 2)}
+    assert found["comb"]["closed"] == pytest.approx(1 - found["comb"]["kl"] / found["none"]["kl"])
+    assert "no KL of 1 questions" in caplog.text
+    alone = compared(setting, [long], ["comb", "none"], AnswerRules(6))
+    assert not {"kl", "closed"} & alone["comb"].keys()
+    assert alone["comb"]["em"] == 0.0
+    scores, _ = comparison_tables(list(alone.values()))
+    assert "no KL, full recompute has no room" in scores.markdown()
+    assert "positions" in compared(setting, [long], ["full"], AnswerRules(6))["full"]["refused"]
+
+
+def test_times_are_taken_cold_and_cached_of_questions_without_a_document_in_common(
+    setting: Setting, examples: list[Example], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And no method's store outlives it."""
+    states: list[set[str]] = []
+    made: list[weakref.ref[PICEngine]] = []
+    held: list[int] = []
+    plain_engine, plain_ask = Setting.engine, PICEngine.ask
+
+    def engine(setting: Setting, method: str) -> PICEngine:
+        made.append(weakref.ref(found := plain_engine(setting, method)))
+        return found
+
+    def ask(self: PICEngine, *request: Any, **options: Any) -> Any:
+        gc.collect()
+        others = [one for each in made if (one := each()) is not None and one is not self]
+        held.append(sum(tier.bytes for one in others for tier in one.store.stats().tiers.values()))
+        answer = plain_ask(self, *request, **options)
+        states.append({document.state for document in answer.report.documents})
+        return answer
+
+    monkeypatch.setattr(Setting, "engine", engine)
+    monkeypatch.setattr(PICEngine, "ask", ask)
+    journal, specs = Journal(None, {}), ["comb", "legolink:2"]
+    measure_times(setting, examples, specs, journal, 2)
+    assert states == 2 * [{"compiled"}, *2 * [{"compiled"}, {"hit"}]]  # a warm-up, and two questions
+    assert set(held) == {0}
+    before = list(journal.rows)
+    assert all(min(row["cold"], row["cached"]) > 0 for row in before)
+    measure_times(setting, examples, specs, journal, 2)
+    assert journal.rows == before
+    shared = [replace(example, documents=examples[0].documents) for example in examples]
+    measure_times(setting, shared, ["full"], journal, 3)
+    assert [row["question"] for row in journal.rows[4:]] == ["0:0"]
+
+
 def test_divergence_by_hand() -> None:
     p, q = torch.tensor([[0.5, 0.5], [1.0, 0.0]]).log(), torch.tensor([[0.25, 0.75], [0.5, 0.5]]).log()
     # 0.5 ln 2 + 0.5 ln (2/3), and ln 2
@@ -166,6 +235,10 @@ def test_wrong_documents_are_noticed() -> None:
         assert wrong[method]["contains"] < 0.3
     assert right["none"]["kl"] > 5 * right["legolink-0"]["kl"]
     assert [right[method]["closed"] for method in ("full", "none")] == [1.0, 0.0]
+    lego = right["legolink-0"]
+    assert lego["closed"] == pytest.approx(1 - lego["kl"] / right["none"]["kl"])
+    low, high = lego["intervals"]["closed"]
+    assert low < lego["closed"] < high
     assert right["none"]["minus_full"]["contains"][2] < 0  # the interval says so too
 
 
@@ -184,7 +257,8 @@ def test_a_summary_by_hand() -> None:
         made("x", "0:a", "Milan", 0.2, 3), made("x", "1:b", "It is Tigerstaden now", 0.6, 1),
         {key: value for key, value in made("x", "7:z", "", 9.0, 9).items() if key != "text"},  # not asked for any more
     ]  # fmt: skip
-    full, x, y = summarize(rows, examples, ["full", "x", "y"], {"y": "too big"}, {"x": ([1.0], [0.5])})
+    times = [{"method": "x", "question": name, "cold": cold, "cached": 0.5} for name, cold in (("0:a", 1), ("1:b", 3))]
+    full, x, y = summarize([*rows, *times], examples, ["full", "x", "y"], {"y": "too big"})
     assert (full["em"], full["contains"], full["same"]) == (0.5, 1.0, 1.0)
     assert full["f1"] == pytest.approx((1 + 2 * 0.25 * 1 / 1.25) / 2)  # one of four words, no article left
     assert (x["em"], x["contains"], x["same"], x["rouge_l_full"]) == (0.0, 0.5, 0.5, 0.5)
@@ -198,8 +272,10 @@ def test_a_summary_by_hand() -> None:
         2,
         5,
     )
-    assert x["ttft_cold_s"].median == 1.0
-    assert y == {"method": "y", "refused": "too big", "note": "", "ttft_cold_s": None, "ttft_cached_s": None}
+    assert (x["ttft_cold_s"].median, x["ttft_cached_s"].median) == (2.0, 0.5)
+    assert y == {"method": "y", "refused": "too big", "ttft_cold_s": None, "ttft_cached_s": None}
+    [alone] = summarize(rows, examples, ["x"], {})  # full recompute wasn't asked
+    assert (alone["n"], alone["em"], alone["kl"], alone["minus_full"]) == (2, 0.0, x["kl"], {})
 
 
 def test_questions_come_in_rounds_over_the_documents() -> None:
@@ -245,12 +321,21 @@ def test_questions_of_a_journal_without_all_tokens_are_asked_again(setting: Sett
     journal, rules, specs = Journal(None, {}), AnswerRules(3), ["full", "naive"]
     compare(setting, examples[:2], specs, journal, rules=rules, progress=False)
     old = journal.rows[1].pop("computed")
-    full, naive = summarize(journal.rows, examples, specs, {}, {})
-    assert (full["n"], naive["n"]) == (2, 1)
     compare(setting, examples[:2], specs, journal, rules=rules, progress=False)
     assert [(row["method"], row["question"]) for row in journal.rows[4:]] == [("naive", "0:0")]
     assert 0 < journal.rows[4]["computed"] <= old < journal.rows[0]["computed"]
-    assert summarize(journal.rows, examples, specs, {}, {})[1]["n"] == 2
+    assert summarize(journal.rows, examples, specs, {})[1]["n"] == 2
+
+
+def test_an_adapter_that_comes_back_is_asked_again(setting: Setting, examples: list[Example]) -> None:
+    """Its rows of before are no longer the last ones, which are those that count."""
+    journal, rules, specs = Journal(None, {}), AnswerRules(3), ["full", "naive", "none"]
+    compare(setting, examples[:1], specs, journal, rules=rules, progress=False)
+    first = list(journal.rows)
+    for row in first:
+        journal.add({**row, "kl": 9.0, "made_by": "another"})
+    compare(setting, examples[:1], specs, journal, rules=rules, progress=False)
+    assert journal.rows[6:] == first
 
 
 # --- the command ----------------------------------------------------------------------------------------------------
@@ -291,7 +376,7 @@ def test_the_command_makes_tables_of_all_sets_and_goes_on(folder: Path) -> None:
     second = bench(folder, **options | {"methods": "naive,legolink:2,legolink:2@fixed:8"})
     assert second.exit_code == 0, second.output
     assert journal.read_text().startswith(before)
-    assert len(journal.read_text().splitlines()) == len(before.splitlines()) + 3  # the new method's answers
+    assert len(journal.read_text().splitlines()) == len(before.splitlines()) + 5  # the new method's answers and times
     content = json.loads((folder / "out.json").read_text())
     assert [(row["set"], row["method"]) for row in content["results"]] == [
         (name, method)

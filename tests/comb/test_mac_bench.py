@@ -16,7 +16,7 @@ from comb.bench.mac_stream import StreamSpec, make_stream, run_stream
 from comb.cli import main as cli
 from comb.documents.document import PromptBuilder
 from comb.evaluation.plot import draw
-from comb.evaluation.run import Setting
+from comb.evaluation.setting import Setting
 from comb.mac import MacConfig
 from tests.helpers.byte_text import byte_llama, byte_tokenizer
 from tests.helpers.families import BASE

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy
 import pytest
 
-from comb.evaluation.metrics import bootstrap, exact_match, f1, normalize_answer, rouge_l, score
+from comb.evaluation.metrics import agreement, bootstrap, exact_match, f1, normalize_answer, rouge_l, score
 
 
 @pytest.mark.parametrize(
@@ -59,6 +59,10 @@ def test_score_refuses_what_it_cannot_score() -> None:
         score(["a"], [[]])
     with pytest.raises(ValueError, match="put a single one in a list"):
         exact_match("a", "a")
+
+
+def test_answers_agree_where_they_are_the_same() -> None:
+    assert agreement(["a b", ""], ["a c", ""]) == ([0.0, 1.0], [0.5, 1.0])
 
 
 def test_bootstrap_intervals_hold_the_mean_as_often_as_they_say() -> None:

@@ -15,8 +15,8 @@ from comb.bench import paper as module
 from comb.bench.formulas import FORMULAS
 from comb.bench.paper import BENCHMARKS, FORMS, PAPERS, PaperRow, measured, tables
 from comb.cli import main as cli
-from comb.evaluation.run import Timing
 from comb.evaluation.sets import read_sets
+from comb.evaluation.table import Timing
 
 runner = CliRunner()
 ROOT = Path(__file__).parents[2]

@@ -66,7 +66,7 @@ def test_overrides_take_lists_null_and_nested_options() -> None:
         ("data: {heldout_share: 2}", "data.heldout_share must be less than 1, not 2"),
         ("data: {query_template: Why}", "query_template 'Why' has no {query}"),
         ("data: {options: {split: all}}", "data.options can't hold 'split'"),
-        ("eval: {batch_size: 0}", "eval.batch_size must be at least 1, not 0"),
+        ("eval: {max_new_tokens: 0}", "eval.max_new_tokens must be at least 1, not 0"),
         ("train: {teacher: nano, answers: gold}", "train.teacher answers only with train.answers=on_policy"),
         ("train: 3", "train is a section of keys, got 3"),
         ("data: {options: [a]}", "data.options must be a section of keys"),

@@ -17,14 +17,11 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
 from comb import CombForCausalLM
-from comb.documents.document import PromptBuilder
-from comb.evaluation.run import evaluate
 from comb_training.cli import demonstration
 from comb_training.config import config_from_dict, load_config, trained_config
-from comb_training.data.mixture import read_examples
 from comb_training.models import training_method
 from comb_training.nano import CHECKPOINT
-from comb_training.train import run_training
+from comb_training.train import evaluate_heldout, evaluation_questions, run_training
 from comb_training.trainer.prepare import prepare
 from tests.helpers.processes import wait_for
 from tests.helpers.training import TOKENIZER, backbone, invoke
@@ -132,10 +129,13 @@ def test_the_terminal_keeps_what_was_measured_on_held_out_questions(
         ("eval.methods=[full, comp]", "unknown method 'comp'; known: .*comb"),
         ("eval.methods=['full@fixedd:3']", "unknown splitter 'fixedd'"),
         ("eval.methods=[hypic]", "method 'hypic' is for hybrid models"),
-        ("eval.max_new_tokens=5000", "no question fits: .* all prompts with documents are longer"),
-        ("eval={methods: [comb, none], max_new_tokens: 5000}", "no question fits: .* all prompts without documents"),
+        ("eval.max_new_tokens=5000", "no question is left.*: prompt and 5000 new tokens exceed"),
+        (
+            "eval={methods: [comb, none], max_new_tokens: 5000}",
+            "is left.*: prompt without documents and 5000",
+        ),
         (f"train.answers_dir={__file__}", "train.answers_dir: .*test_runs.py is no folder that can be written to"),
-        ("train={eval_steps: 1, answers: on_policy, output_dir: OUT}", "no question fits: .* an answer of 5000"),
+        ("train={eval_steps: 1, answers: on_policy, output_dir: OUT}", "no question is left.* and 5000 new tokens"),
     ],
 )
 def test_mistakes_are_named_before_anything_is_answered(
@@ -353,7 +353,7 @@ def test_heldout_answers_are_scored_and_drawn(tmp_path: Path) -> None:
                 "steps": 4, "batch_size": 8, "answers": "gold", "eval_steps": 2, "eval_answers": 6,
                 "output_dir": str(tmp_path),
             },
-            "eval": {"limit": 10},
+            "eval": {"limit": 6, "timing_examples": 0},
         }
     )  # fmt: skip
     result = run_training(settings, progress=False)
@@ -364,12 +364,10 @@ def test_heldout_answers_are_scored_and_drawn(tmp_path: Path) -> None:
     # the last ones are those of the finished model, by the same questions
     model = result.model
     assert model is not None
-    examples, _ = read_examples(
-        settings.data, PromptBuilder(result.tokenizer), model.max_document_tokens, split="heldout", limit=6
-    )
-    [found] = evaluate((model, result.tokenizer), examples, ["comb"], timing_examples=0, progress=False)
-    assert result.record["heldout_em"][-1] == (4, found.em)
-    assert result.record["heldout_f1"][-1] == (4, pytest.approx(found.f1))
+    examples, _ = evaluation_questions(model, result.tokenizer, settings)
+    found = {row["method"]: row for row in evaluate_heldout(model, result.tokenizer, settings, examples)}
+    assert result.record["heldout_em"][-1] == (4, found["comb"]["em"])
+    assert result.record["heldout_f1"][-1] == (4, pytest.approx(found["comb"]["f1"]))
     assert (tmp_path / "loss.png").stat().st_size > 5000
 
 

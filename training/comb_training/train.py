@@ -24,8 +24,9 @@ from comb.documents.document import Example
 from comb.evaluation.metrics import Scores
 from comb.evaluation.plot import plot_training
 from comb.evaluation.record import environment, write_training
-from comb.evaluation.run import MethodResult, evaluate, rehearse
-from comb.evaluation.summary import with_divergence
+from comb.evaluation.setting import AnswerRules, Setting, drop_too_long
+from comb.evaluation.summary import compared
+from comb.evaluation.table import Row
 from comb.hub.card.facts import RESULTS
 from comb.hub.push import refresh_card
 from comb.model.adapter import floating
@@ -217,61 +218,68 @@ def _heldout(run: PreparedRun) -> dict[str, Any]:
         raise ValueError(f"no held-out example is left to measure on ({counts}); eval.limit=0 measures nothing")
     if not config.train.eval_answers or config.train.eval_steps is None:
         return {"heldout": examples}
-    asked, _ = read_examples(
+    asked, counts = read_examples(
         config.data, run.builder, run.model.max_document_tokens, split="heldout", limit=config.train.eval_answers
     )
-    _rehearse(run, config, asked, [config.train.method])
-    return {"heldout": examples, "answer": partial(heldout_answers, run.model, run.tokenizer, asked, config)}
+    setting, methods = evaluation_setting(run.model, run.tokenizer, config), [config.train.method]
+    asked = drop_too_long(setting, asked, methods, config.eval.max_new_tokens, counts)
+    _rehearse(run, setting, asked, methods)
+    return {"heldout": examples, "answer": partial(heldout_answers, setting, asked, config)}
 
 
-def _rehearse(run: PreparedRun, config: Config, examples: Sequence[Example], methods: Sequence[str]) -> None:
-    if config.train.deepspeed is not None:  # which may have the weights in parts
+def _rehearse(run: PreparedRun, setting: Setting, examples: Sequence[Example], methods: Sequence[str]) -> None:
+    """Asks each method for one token, so that what an evaluation would refuse is known before a long run."""
+    if run.config.train.deepspeed is not None:  # which may have the weights in parts
         return
     run.model.eval()
-    builder, longest = prompt_builder(config.data, run.tokenizer), config.eval.max_new_tokens
-    rehearse((run.model, run.tokenizer), examples, methods, max_new_tokens=longest, builder=builder)
+    for method in methods:
+        setting.engine(method).ask(*setting.request(method, examples[0]), max_new_tokens=1)
 
 
 Questions = tuple[list[Example], Counts]
 """Examples that methods are compared on, and what happened to the rows."""
 
 
+def evaluation_setting(model: Any, tokenizer: Any, config: Config) -> Setting:
+    """How the configured data's questions are put, which their reader writes as the template says."""
+    return Setting(model, tokenizer, prompt_builder(config.data, tokenizer))
+
+
 def evaluation_questions(model: Any, tokenizer: Any, config: Config, split: str = "heldout") -> Questions:
-    """One side of the configured data, as `evaluate_heldout` asks it."""
-    builder = prompt_builder(config.data, tokenizer)
-    longest = getattr(model, "max_document_tokens", None) or sys.maxsize
-    return read_examples(config.data, builder, longest, split=split, limit=config.eval.limit)
+    """One side of the configured data, as `evaluate_heldout` asks it.
+
+    Raises:
+        ValueError: if there is none, a method is unknown or doesn't fit the model, or no prompt has room.
+    """
+    setting, longest = evaluation_setting(model, tokenizer, config), config.eval.max_new_tokens
+    length = getattr(model, "max_document_tokens", None) or sys.maxsize
+    examples, counts = read_examples(config.data, setting.builder, length, split=split, limit=config.eval.limit)
+    return drop_too_long(setting, examples, config.eval.methods, longest, counts), counts
 
 
 def rehearse_evaluation(run: PreparedRun, config: Config) -> Questions:
     """The questions of the evaluation that stands behind a run; what it would refuse is refused here.
 
     Raises:
-        ValueError: as `evaluate_heldout` does.
+        ValueError: as `evaluation_questions` does.
     """
     questions = evaluation_questions(run.model, run.tokenizer, config)
-    _rehearse(run, config, questions[0], config.eval.methods)
+    _rehearse(run, evaluation_setting(run.model, run.tokenizer, config), questions[0], config.eval.methods)
     return questions
 
 
 def evaluate_heldout(
     model: Any, tokenizer: Any, config: Config, examples: Sequence[Example], *, progress: bool = True
-) -> list[MethodResult]:
-    """Compares `config.eval.methods` on the examples of `evaluation_questions`."""
-    how: dict[str, Any] = {
-        "max_new_tokens": config.eval.max_new_tokens,
-        "builder": prompt_builder(config.data, tokenizer),
-        "progress": progress,
-    }
-    results = evaluate(
-        (model, tokenizer),
+) -> list[Row]:
+    """Compares `config.eval.methods` on the examples of `evaluation_questions`: rows of `compared`."""
+    return compared(
+        evaluation_setting(model, tokenizer, config),
         examples,
         config.eval.methods,
-        batch_size=config.eval.batch_size,
-        timing_examples=config.eval.timing_examples,
-        **how,
+        rules=AnswerRules(config.eval.max_new_tokens, config.data.stop),
+        timed=config.eval.timing_examples,
+        progress=progress,
     )
-    return with_divergence((model, tokenizer), examples, results, **how)
 
 
 def _targets(run: PreparedRun, progress: bool) -> tuple[Sequence[TrainingExample], Scores | None]:

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from comb.bench.harness import Row
-from comb.evaluation.run import Timing
+from comb.evaluation.table import Timing
 from comb_serving.bench.client import RequestRecord
 
 

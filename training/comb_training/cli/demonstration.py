@@ -1,8 +1,8 @@
 """`comb demo`: the whole story on a CPU in minutes.
 
 The nano backbone gets an encoder, which is trained on the backbone's own answers, saved, and loaded again from disk.
-Then questions over documents: encoder on and off, cold and cached. It ends with one table, and fails if COMB does
-not reach 90% of what full recompute reaches.
+Then questions over documents: encoder on and off, cold and cached. It ends with one comparison, and fails if COMB
+does not reach 90% of what full recompute reaches.
 """
 
 from __future__ import annotations
@@ -18,12 +18,13 @@ from rich.panel import Panel
 
 from comb.backbones.tokenizer import load_tokenizer
 from comb.documents.datasets import read_dataset
-from comb.documents.document import Example
+from comb.documents.document import Example, PromptBuilder
 from comb.engine.engine import Answer, PICEngine
-from comb.evaluation.plot import plot_results
+from comb.evaluation.plot import Quality, draw
 from comb.evaluation.record import write_results
-from comb.evaluation.run import evaluate
-from comb.evaluation.table import FittedTable, result_table
+from comb.evaluation.setting import AnswerRules, Setting
+from comb.evaluation.summary import compared, comparison_tables
+from comb.evaluation.table import FittedTable
 from comb.hub.push import refresh_card
 from comb.model.modeling import CombForCausalLM
 from comb_training.config import Config, DataConfig, ModelConfig, TrainConfig
@@ -70,22 +71,23 @@ def run_demo(folder: Path, *, train_seconds: float, questions: int, seed: int, c
     _ask(model, tokenizer, _shown(heldout), console)
 
     console.rule("Comparison on held-out names")
-    results = evaluate(
-        (model, tokenizer), heldout, METHODS, max_new_tokens=MAX_NEW_TOKENS, batch_size=50, timing_examples=8
-    )
-    console.print(result_table(results, f"nano backbone, {len(heldout)} held-out questions over 4 to 8 documents"))
-    write_results(folder / "results.json", results, seed=seed, split="heldout", config=config.to_dict())
+    setting = Setting(model, tokenizer, PromptBuilder(tokenizer))
+    rows = compared(setting, heldout, METHODS, rules=AnswerRules(MAX_NEW_TOKENS))
+    title = f"nano backbone, {len(heldout)} held-out questions over 4 to 8 documents"
+    for table in comparison_tables(rows, title):
+        console.print(table)
+    write_results(folder / "results.json", rows, seed=seed, split="heldout", config=config.to_dict())
     refresh_card(folder)
     plots = ""
     with suppress(ImportError):  # matplotlib is optional
-        plot_results(results, folder / "results.png", title="nano backbone, held-out names")
+        draw([Quality(rows)], folder / "results.png", title="nano backbone, held-out names")
         plots = f", results.png and {LOSS_PLOT}"
-    full, comb = (next(result for result in results if result.method == name) for name in ("full", "comb"))
-    passed = comb.em >= NEEDED * full.em
+    em = {row["method"]: row["em"] for row in rows}
+    passed = bool(em["comb"] >= NEEDED * em["full"])
     verdict = "[green]reached[/green]" if passed else "[red]missed[/red]"
     console.print(
-        f"COMB answers {100 * comb.em:.1f}% exactly, full recompute {100 * full.em:.1f}%: "
-        f"{100 * comb.em / max(full.em, 1e-9):.0f}% of it, goal of {100 * NEEDED:.0f}% {verdict}."
+        f"COMB answers {100 * em['comb']:.1f}% exactly, full recompute {100 * em['full']:.1f}%: "
+        f"{100 * em['comb'] / max(em['full'], 1e-9):.0f}% of it, goal of {100 * NEEDED:.0f}% {verdict}."
     )
     console.print(f"Adapter, results.json{plots} are in {folder}/. All in {time.monotonic() - start:.0f} s.")
     return passed

@@ -110,7 +110,7 @@ def _asked_about(settings: Config, named: str | Sequence[Any], path: str | None)
 def check_methods(settings: Config) -> None:
     """Raises ValueError for a method to compare that there isn't."""
     from comb import methods
-    from comb.evaluation.run import NO_DOCUMENTS
+    from comb.evaluation.setting import NO_DOCUMENTS
 
     for method in {*settings.eval.methods} - {NO_DOCUMENTS}:
         methods.parse(method.partition("@")[0])
@@ -125,29 +125,30 @@ def show_evaluation(
     split: str = "heldout",
     questions: Questions | None = None,
 ) -> None:
-    """Evaluates, prints the table, and writes JSON and a plot.
+    """Evaluates, prints the tables, and writes JSON and a plot.
 
     Args:
         questions: where they were read before.
     """
-    from comb.evaluation.plot import plot_results
+    from comb.evaluation.plot import Quality, draw
     from comb.evaluation.record import write_results
-    from comb.evaluation.table import result_table
+    from comb.evaluation.summary import comparison_tables
     from comb.hub.push import refresh_card
     from comb_training.train import evaluate_heldout, evaluation_questions
 
     examples, counts = questions or evaluation_questions(model, tokenizer, settings, split)
-    results = evaluate_heldout(model, tokenizer, settings, examples)
+    rows = evaluate_heldout(model, tokenizer, settings, examples)
     console.print(escape(f"{split} data: {counts}"))
-    console.print(result_table(results, f"{settings.data.label}, {split}"))
+    for table in comparison_tables(rows, f"{settings.data.label}, {split}"):
+        console.print(table)
     if out is None:
         return
-    write_results(out, results, seed=settings.data.seed, split=split, data=counts.to_dict(), config=settings.to_dict())
+    write_results(out, rows, seed=settings.data.seed, split=split, data=counts.to_dict(), config=settings.to_dict())
     refresh_card(out.parent)  # of an adapter beside it, whose card shows the results
     written = [str(out)]
-    if any(result.ttft_cold_s is not None for result in results):
+    if any(row["ttft_cold_s"] for row in rows):
         try:
-            written.append(str(plot_results(results, out.with_suffix(".png"), title=settings.data.label)))
+            written.append(str(draw([Quality(rows)], out.with_suffix(".png"), title=settings.data.label)))
         except ImportError:
             console.print("no plot: matplotlib is not installed (pip install 'comb-pic\\[demo]')")
     console.print(escape(f"written: {', '.join(written)}"))

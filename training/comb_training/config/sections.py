@@ -63,14 +63,12 @@ class ModelConfig:
 class EvalConfig:
     """The evaluation on held-out groups after training."""
 
-    methods: Items[str] = ("full", "comb")
+    methods: Items[str] = ("full", "comb", "none")
     """Methods to compare; "none" is the control without documents."""
     limit: AtLeastZero = 100
     """Held-out examples at most; 0: no evaluation."""
     max_new_tokens: AtLeastOne = 48
     """Longest answer."""
-    batch_size: AtLeastOne = 32
-    """Questions answered at once."""
     timing_examples: AtLeastZero = 8
     """Examples of which the time to the first token is measured, one request at a time; 0 measures none."""
 
@@ -88,10 +86,10 @@ class Config:
         method = self.train.method
         if method != "comb":
             if self.eval == EvalConfig():
-                object.__setattr__(self, "eval", EvalConfig(methods=("full", method)))
+                object.__setattr__(self, "eval", EvalConfig(methods=("full", method, "none")))
             if "comb" in self.eval.methods:
                 raise ValueError(
-                    f"eval.methods has comb, but train.method={method} trains no encoder; use full, {method}"
+                    f"eval.methods has comb, but train.method={method} trains no encoder; use full, {method}, none"
                 )
 
     def to_dict(self) -> dict[str, Any]:

@@ -12,11 +12,11 @@ from accelerate.utils import send_to_device
 from torch import Tensor
 
 from comb.documents.document import Example
-from comb.evaluation.metrics import bootstrap
-from comb.evaluation.run import evaluate
+from comb.evaluation.metrics import bootstrap, exact_match
+from comb.evaluation.metrics import f1 as f1_of
+from comb.evaluation.setting import AnswerRules, Setting
 from comb_training.config import Config
 from comb_training.data.batches import IGNORED, TrainingExample
-from comb_training.data.mixture import prompt_builder
 from comb_training.trainer import distributed
 from comb_training.trainer.accelerator import engine_autocast
 from comb_training.trainer.losses import Teacher, target_logits_only, token_losses
@@ -72,26 +72,18 @@ def heldout_losses(
     return record | {"eval_kl": kl / count, "eval_kl_none": none / count} | closed
 
 
-def heldout_answers(model: Any, tokenizer: Any, examples: Sequence[Example], config: Config) -> dict[str, float]:
+def heldout_answers(setting: Setting, examples: Sequence[Example], config: Config) -> dict[str, float]:
     """Greedy answers by the method that is trained: ``eval_em`` and ``eval_f1``, means in 0..1. Collective.
 
     Args:
-        model: as it is evaluated when the run is over; its weights may not be sharded.
+        setting: of the model as it is evaluated when the run is over; its weights may not be sharded.
         examples: the same on every rank, questions as the template writes them.
     """
+    method, rules = config.train.method, AnswerRules(config.eval.max_new_tokens, config.data.stop)
     mine = examples[distributed.rank() :: distributed.world_size()]
-    em = f1 = 0.0
-    if mine:
-        [result] = evaluate(
-            (model, tokenizer),
-            mine,
-            [config.train.method],
-            max_new_tokens=config.eval.max_new_tokens,
-            batch_size=config.eval.batch_size,
-            timing_examples=0,
-            builder=prompt_builder(config.data, tokenizer),
-            progress=False,
-        )
-        em, f1 = len(mine) * result.em, len(mine) * result.f1
+    engine = setting.engine(method)
+    answers = engine.ask_batch([setting.request(method, each) for each in mine], **rules.settings(engine))
+    texts = [rules.text(engine, answer.token_ids) for answer in answers]
+    em, f1 = (sum(map(metric, texts, (each.references for each in mine))) for metric in (exact_match, f1_of))
     em, f1, count = distributed.summed(em, f1, len(mine))
     return {"eval_em": em / count, "eval_f1": f1 / count}
