@@ -233,11 +233,11 @@ def plot_training(
     path: str | Path,
     *,
     heldout: Curve = (),
-    scores: Mapping[str, Curve] | None = None,
+    closed: Curve = (),
     loss: str = "loss per target token",
     title: str = "",
 ) -> Path:
-    """The loss over optimizer steps, on held-out data too, and beside it scores in 0..1 if there are any.
+    """The loss over optimizer steps, on held-out data too, and beside it the share of the KL closed, where measured.
 
     Args:
         loss: what it is, and in which unit.
@@ -251,8 +251,8 @@ def plot_training(
         return Lines(rows, "step", "value", "step", ylabel, by="line", scale=scale)
 
     panels = [panel({"training": losses, "held-out": heldout}, loss)]
-    if drawn := {name: curve for name, curve in (scores or {}).items() if curve}:
-        panels.append(panel(drawn, f"held-out: {', '.join(drawn)}, %", 100))
+    if closed:
+        panels.append(panel({"KL closed": closed}, "held-out: KL closed, %", 100))
     return draw(panels, path, title=title)
 
 

@@ -101,7 +101,7 @@ def test_the_whole_run_from_a_configuration(tmp_path: Path) -> None:
             "data": {"dataset": "nano", "num_documents": 2, "limit": 24},
             "train": {
                 "method": "linktokens", "steps": 4, "batch_size": 8, "answers": "gold", "kl_weight": 1.0,
-                "ce_weight": 0.0, "output_dir": str(tmp_path), "eval_steps": 2, "eval_answers": 4,
+                "ce_weight": 0.0, "output_dir": str(tmp_path), "eval_steps": 2,
             },
             "eval": {"methods": ["full", "linktokens"], "limit": 4},
         }

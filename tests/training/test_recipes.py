@@ -62,7 +62,7 @@ def test_a_recipe_from_training_to_the_hub(recipe: str, tmp_path: Path, monkeypa
     trained = invoke(
         "train", str(CONFIGS / f"{recipe}.yaml"), "data=mine.jsonl", "model=backbone", "train.output_dir=out",
         "train.deepspeed=null", "train.steps=2", "train.gradient_accumulation_steps=1", "train.batch_size=4",
-        "train.answer_max_new_tokens=4", "eval.limit=2", "eval.max_new_tokens=4", "train.eval_answers=0",
+        "train.answer_max_new_tokens=4", "eval.limit=2", "eval.max_new_tokens=4",
     )  # fmt: skip
     assert trained.exit_code == 0, trained.output
     thoughtless = "<think>\n\n</think>" in template

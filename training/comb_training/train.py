@@ -11,7 +11,6 @@ import sys
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -40,7 +39,6 @@ from comb_training.models.loading import device_of
 from comb_training.models.lora import unload
 from comb_training.trainer import distributed
 from comb_training.trainer.checkpoints import checkpoint_to_resume
-from comb_training.trainer.heldout import heldout_answers
 from comb_training.trainer.prepare import PreparedRun, prepare, tokenized
 from comb_training.trainer.trainer import CombTrainer
 
@@ -62,8 +60,8 @@ class TrainResult:
     Args:
         model: as it was trained; None when it is sharded (ZeRO-3) or this process isn't the first: load `output_dir`.
         record: what training.json holds. Of its values ``losses`` and ``heldout_losses`` are (step, mean loss per
-            target token), ``heldout_em`` and ``heldout_f1`` (step, mean in 0..1), as `train.eval_steps` and
-            `train.eval_answers` asked for them; ``seconds`` is of optimisation, ``answer_seconds`` of answering before.
+            target token), as `train.eval_steps` asked for them; ``seconds`` is of optimisation, ``answer_seconds`` of
+            answering before.
         counts, statistics: what happened to the data's rows, and how long the examples trained on are.
         teacher: how the backbone's own answers score against the data's; None when trained on gold answers.
         terminated: the signal that ended the run before its time, SIGTERM or SIGINT, or "".
@@ -113,7 +111,7 @@ def run_training(
         config.train,
         examples,
         run.tokenizer,
-        **heldout,
+        heldout=heldout,
         settings=config.to_dict(),
         use_cpu=device_of(config).type == "cpu",
         progress=progress,
@@ -142,8 +140,6 @@ def run_training(
         "heldout_losses": trainer.logged("eval_loss"),
         "heldout_kl": trainer.logged("eval_kl"),
         "heldout_closed": trainer.logged("eval_closed"),
-        "heldout_em": trainer.logged("eval_em"),
-        "heldout_f1": trainer.logged("eval_f1"),
     }
     model = run.model if distributed.is_main() and not trainer.sharded else None
     folder = Path(config.train.output_dir)
@@ -175,11 +171,10 @@ def run_training(
 def _write_record(config: Config, record: dict[str, Any], folder: Path) -> None:
     """training.json, the plot of its losses, and the card, which tells what it says."""
     write_training(folder, record)
-    scores = {"exact match": record["heldout_em"], "F1": record["heldout_f1"], "KL closed": record["heldout_closed"]}
     train = config.train
     try:
         plot_training(
-            record["losses"], folder / LOSS_PLOT, heldout=_objective(train, record), scores=scores,
+            record["losses"], folder / LOSS_PLOT, heldout=_objective(train, record), closed=record["heldout_closed"],
             loss=OBJECTIVES[train.ce_weight > 0, train.kl_weight > 0],
             title=public(f"{config.model.backbone}: {config.data.label}", here=True),
         )  # fmt: skip
@@ -207,33 +202,16 @@ def _first_and_last(history: Sequence[dict[str, Any]], examples: int) -> dict[st
     return {"examples": examples, "start": records[0], "end": records[-1]} if records else {}
 
 
-def _heldout(run: PreparedRun) -> dict[str, Any]:
-    """What `CombTrainer` takes for its evaluations: held-out examples, and what answers some of them."""
+def _heldout(run: PreparedRun) -> Sequence[TrainingExample]:
+    """What is measured before the first step, behind the last and, with `train.eval_steps`, in between."""
     config = run.config
     if config.eval.limit == 0:
-        return {}
+        return []
     examples, counts = tokenized(config, run.builder, run.model, split="heldout", limit=config.eval.limit)
     logger.info("held-out data: %s", counts)
     if not examples:
         raise ValueError(f"no held-out example is left to measure on ({counts}); eval.limit=0 measures nothing")
-    if not config.train.eval_answers or config.train.eval_steps is None:
-        return {"heldout": examples}
-    asked, counts = read_examples(
-        config.data, run.builder, run.model.max_document_tokens, split="heldout", limit=config.train.eval_answers
-    )
-    setting, methods = evaluation_setting(run.model, run.tokenizer, config), [config.train.method]
-    asked = drop_too_long(setting, asked, methods, config.eval.max_new_tokens, counts)
-    _rehearse(run, setting, asked, methods)
-    return {"heldout": examples, "answer": partial(heldout_answers, setting, asked, config)}
-
-
-def _rehearse(run: PreparedRun, setting: Setting, examples: Sequence[Example], methods: Sequence[str]) -> None:
-    """Asks each method for one token, so that what an evaluation would refuse is known before a long run."""
-    if run.config.train.deepspeed is not None:  # which may have the weights in parts
-        return
-    run.model.eval()
-    for method in methods:
-        setting.engine(method).ask(*setting.request(method, examples[0]), max_new_tokens=1)
+    return examples
 
 
 Questions = tuple[list[Example], Counts]
@@ -261,10 +239,14 @@ def rehearse_evaluation(run: PreparedRun, config: Config) -> Questions:
     """The questions of the evaluation that stands behind a run; what it would refuse is refused here.
 
     Raises:
-        ValueError: as `evaluation_questions` does.
+        ValueError: as `evaluation_questions` does, and for a method that can't answer.
     """
     questions = evaluation_questions(run.model, run.tokenizer, config)
-    _rehearse(run, evaluation_setting(run.model, run.tokenizer, config), questions[0], config.eval.methods)
+    if config.train.deepspeed is None:  # which may have the weights in parts
+        setting = evaluation_setting(run.model, run.tokenizer, config)
+        run.model.eval()
+        for method in config.eval.methods:
+            setting.engine(method).ask(*setting.request(method, questions[0][0]), max_new_tokens=1)
     return questions
 
 

@@ -31,6 +31,7 @@ GONE = {
     "data.cache_dir": "rows are tokenised by each run; leave it out",
     "eval.batch_size": "questions are asked one by one; leave it out",
     "train.adam_beta2": "it is 0.98",
+    "train.eval_answers": "questions are answered when the run is over, by eval.methods; leave it out",
     "train.final_learning_rate": "the cosine ends at 0.02 of the peak",
     "train.lora_alpha": "it is 16: LoRA's scale is 16 / train.lora_rank",
     "train.lora_dropout": "there is none",

@@ -86,8 +86,6 @@ class TrainConfig:
     """Steps between two resumable checkpoints; null writes the final adapter only."""
     eval_steps: AboveZero | None = None
     """Steps between two records of the loss on held-out examples (`eval.limit` of them); null: none."""
-    eval_answers: AtLeastZero = 32
-    """Held-out questions answered at each of these evaluations, for exact match and F1; 0: none (as under ZeRO-3)."""
     save_total_limit: AtLeastZero = 2
     """Older resumable checkpoints are removed; 0 keeps all."""
     output_dir: str = "out/comb"

@@ -35,7 +35,7 @@ PARTIAL = "partial"
 
 _MAY_CHANGE = (
     "path", "output_dir", "answers_dir", "answer_batch_size", "report_to",
-    "logging_steps", "save_steps", "save_total_limit", "eval_steps", "eval_answers", "cpu_threads", "device",
+    "logging_steps", "save_steps", "save_total_limit", "eval_steps", "cpu_threads", "device",
 )  # fmt: skip
 """Keys that say where things are and what is shown, not what is learned."""
 

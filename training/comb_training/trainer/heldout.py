@@ -1,4 +1,4 @@
-"""How well the model in training does on held-out questions: its loss, and how it answers, all ranks sharing them."""
+"""How well the model in training does on held-out questions: its loss, all ranks sharing them."""
 
 from __future__ import annotations
 
@@ -11,11 +11,7 @@ from accelerate import Accelerator
 from accelerate.utils import send_to_device
 from torch import Tensor
 
-from comb.documents.document import Example
-from comb.evaluation.metrics import bootstrap, exact_match
-from comb.evaluation.metrics import f1 as f1_of
-from comb.evaluation.setting import AnswerRules, Setting
-from comb_training.config import Config
+from comb.evaluation.metrics import bootstrap
 from comb_training.data.batches import IGNORED, TrainingExample
 from comb_training.trainer import distributed
 from comb_training.trainer.accelerator import engine_autocast
@@ -70,20 +66,3 @@ def heldout_losses(
     low, high = bootstrap((found[:, 2] / least).tolist(), least.tolist())
     closed = {"eval_closed": 1 - kl / max(none, 1e-9), "eval_closed_low": 1 - high, "eval_closed_high": 1 - low}
     return record | {"eval_kl": kl / count, "eval_kl_none": none / count} | closed
-
-
-def heldout_answers(setting: Setting, examples: Sequence[Example], config: Config) -> dict[str, float]:
-    """Greedy answers by the method that is trained: ``eval_em`` and ``eval_f1``, means in 0..1. Collective.
-
-    Args:
-        setting: of the model as it is evaluated when the run is over; its weights may not be sharded.
-        examples: the same on every rank, questions as the template writes them.
-    """
-    method, rules = config.train.method, AnswerRules(config.eval.max_new_tokens, config.data.stop)
-    mine = examples[distributed.rank() :: distributed.world_size()]
-    engine = setting.engine(method)
-    answers = engine.ask_batch([setting.request(method, each) for each in mine], **rules.settings(engine))
-    texts = [rules.text(engine, answer.token_ids) for answer in answers]
-    em, f1 = (sum(map(metric, texts, (each.references for each in mine))) for metric in (exact_match, f1_of))
-    em, f1, count = distributed.summed(em, f1, len(mine))
-    return {"eval_em": em / count, "eval_f1": f1 / count}

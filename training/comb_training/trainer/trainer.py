@@ -55,7 +55,6 @@ class CombTrainer:
         model: as `TrainingMethod.load` gives it.
         tokenizer: saved beside the adapter; its pad token (or else its end token) fills the rows.
         heldout: examples whose loss is logged before the first step, behind the last, and every `eval_steps`.
-        answer: scores that are logged with it, where there are `eval_steps`.
         settings: the run's whole configuration, for trackers, and to tell what a resumed run changes.
 
     Raises:
@@ -70,7 +69,6 @@ class CombTrainer:
         tokenizer: Any,
         *,
         heldout: Sequence[TrainingExample] = (),
-        answer: Callable[[], dict[str, float]] | None = None,
         settings: Mapping[str, Any] | None = None,
         use_cpu: bool = True,
         progress: bool = True,
@@ -115,7 +113,6 @@ class CombTrainer:
         """Optimizer steps done."""
         self.terminated = ""
         """The signal that ended the run before its time, SIGTERM or SIGINT; there is a checkpoint to go on from."""
-        self._answer = answer
         self._wrapped: Any = model  # as DDP or DeepSpeed call it, from `train` on
         self._loss = torch.zeros((), device=self.accelerator.device)  # this rank's share since the last record
 
@@ -239,7 +236,7 @@ class CombTrainer:
             group["lr"] = peak * factor
 
     def evaluate(self) -> dict[str, float]:
-        """`heldout_losses` of the held-out examples, if there are any, and what `answer` says; logged. Collective."""
+        """`heldout_losses` of the held-out examples, if there are any; logged. Collective."""
         if not self.heldout:
             return {}
         batches = batch_sampler(self.heldout, self.config, ranks=1, accumulation=1).batches(0)
@@ -249,11 +246,6 @@ class CombTrainer:
             chosen = [[self.heldout[index] for index in batch] for batch in batches]
             ask = self.objective.ask_teacher if self.config.kl_weight > 0 else None
             record = heldout_losses(self.model, chosen, self.collate, self.accelerator, ask, self.method.bare)
-            if self._answer is not None and self._zero3:
-                logger.warning("train.eval_answers: no answers under ZeRO-3, which has the weights in parts")
-                self._answer = None
-            if self._answer is not None:
-                record |= self._answer()
         finally:
             self.model.train(was_training)
         self.log.write(self.step, record)
