@@ -12,10 +12,13 @@ from functools import cache
 from typing import Any
 
 import pytest
+from tokenizers import Tokenizer, decoders, models, normalizers
+from transformers import PreTrainedTokenizerFast
 
 from comb.backbones.tokenizer import load_tokenizer
 from comb_serving.api.routes import CHAT, COMPLETIONS, MESSAGES, RESPONSES
 from comb_training.nano import CHECKPOINT
+from tests.helpers.byte_text import TEMPLATE, byte_llama
 from tests.helpers.plain import PlainLibrary
 from tests.helpers.processes import gone, wait_for
 from tests.helpers.served import QUESTION, TEXTS, Served, logprobs, serve, states, text_of
@@ -131,21 +134,49 @@ def test_the_other_apis_and_streams_say_the_same(plain: Served) -> None:
     assert states(plain.chat(MORE, tools=tools, tool_choice="none")) == ["pool"] * len(MORE)
 
 
-# bytes of characters that take several tokens, half of which come out as no character, and ordinary words
-FACES = TOKENIZER("😀🧅é über 漢字 \u200d").input_ids
 STREAMED: dict[str, dict[str, Any]] = {
     "words": {"temperature": 0},
-    "half characters": {"allowed_token_ids": FACES, "temperature": 1.0, "seed": 4},
-    "a stop string": {
-        "allowed_token_ids": FACES, "temperature": 1.0, "seed": 5, "stop": ["é", " "], "ignore_eos": False,
-    },
+    "half characters": {"temperature": 1.0, "seed": 4},
+    "a stop string": {"temperature": 1.0, "seed": 5, "stop": ["é", " "], "ignore_eos": False},
     "a stop string, shown": {
-        "allowed_token_ids": FACES, "temperature": 1.0, "seed": 5, "stop": ["é", " "], "ignore_eos": False,
-        "include_stop_str_in_output": True,
+        "temperature": 1.0, "seed": 5, "stop": ["é", " "], "ignore_eos": False, "include_stop_str_in_output": True,
     },
-    "several": {"allowed_token_ids": FACES, "temperature": 1.0, "seed": 6, "n": 3},
+    "several": {"temperature": 1.0, "seed": 6, "n": 3},
     "several, of words": {"temperature": 1.0, "seed": 6, "n": 2, "stop": ["the"], "ignore_eos": False},
 }  # fmt: skip
+
+
+def sentencepiece() -> Any:
+    """A tokenizer as Llama 2's: a space is a letter, what has no token is spelt in bytes, and one space is taken off in
+    front of a text."""
+    letters = [*(chr(code) for code in range(33, 127)), "▁", "▁▁", "▁t", "he", "▁the"]
+    pieces = ["<unk>", "<|end|>", *(f"<0x{byte:02X}>" for byte in range(256)), *letters]
+    merges = [("▁", "▁"), ("▁", "t"), ("h", "e"), ("▁t", "he")]
+    vocabulary = {piece: number for number, piece in enumerate(pieces)}
+    made = Tokenizer(models.BPE(vocabulary, merges, unk_token="<unk>", fuse_unk=True, byte_fallback=True))
+    made.normalizer = normalizers.Sequence([normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")])
+    made.decoder = decoders.Sequence(
+        [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
+    )
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=made, eos_token="<|end|>", unk_token="<unk>")
+    tokenizer.add_special_tokens({"additional_special_tokens": ["<|user|>", "<|assistant|>"]})
+    tokenizer.chat_template = TEMPLATE
+    return tokenizer
+
+
+@pytest.fixture(scope="module", params=["byte-level", "sentencepiece"])
+def speaking(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Served, Any]]:
+    """A server, and its tokenizer."""
+    if request.param == "byte-level":
+        yield request.getfixturevalue("plain"), TOKENIZER
+        return
+    request.getfixturevalue("plugin")
+    tokenizer, folder = sentencepiece(), tmp_path_factory.mktemp("s")
+    tokenizer.save_pretrained(folder)
+    sizes = {"hidden_size": 128, "vocab_size": len(tokenizer), "eos_token_id": 1}
+    byte_llama(**sizes).save_pretrained(folder)
+    with serve(folder, tmp_path_factory.mktemp("r"), "--method", METHOD) as server:
+        yield server, tokenizer
 
 
 def answers_of(found: Any) -> dict[int, tuple[str, list[str], Any]]:
@@ -169,14 +200,17 @@ def events_of(stream: str) -> list[dict[str, Any]]:
 
 @pytest.mark.parametrize("name", STREAMED)
 @pytest.mark.parametrize("path", [CHAT, COMPLETIONS])
-def test_a_streams_pieces_are_its_answer(plain: Served, path: str, name: str) -> None:
+def test_a_streams_pieces_are_its_answer(speaking: tuple[Served, Any], path: str, name: str) -> None:
+    server, tokenizer = speaking
     asked = (
         {"prompt": "Where is Ada?", "logprobs": 0} if path == COMPLETIONS else {"messages": QUESTION, "logprobs": True}
     )
     body = {"model": "nano", "documents": MORE, "max_tokens": 40, "ignore_eos": True, **asked, **STREAMED[name]}
-    status, whole = plain.request("POST", path, body)
+    if "words" not in name:  # letters, and bytes of characters that take several tokens, or come out as half of one
+        body["allowed_token_ids"] = tokenizer("é über dem 漢").input_ids
+    status, whole = server.request("POST", path, body)
     assert status == 200, whole
-    status, stream = plain.request("POST", path, {**body, "stream": True, "stream_options": {"include_usage": True}})
+    status, stream = server.request("POST", path, {**body, "stream": True, "stream_options": {"include_usage": True}})
     assert status == 200, stream
     events = events_of(stream)
     found, wanted = answers_of(events), answers_of(whole)
@@ -193,12 +227,13 @@ def test_a_streams_pieces_are_its_answer(plain: Served, path: str, name: str) ->
 
 
 @pytest.mark.parametrize("path", [RESPONSES, MESSAGES])
-def test_streams_of_the_other_apis_are_their_answers(plain: Served, path: str) -> None:
+def test_streams_of_the_other_apis_are_their_answers(speaking: tuple[Served, Any], path: str) -> None:
+    server, _ = speaking
     longest = "max_output_tokens" if path == RESPONSES else "max_tokens"
     asked = {"input": QUESTION[0]["content"]} if path == RESPONSES else {"messages": QUESTION}
     for more in ({}, {"stop_sequences": ["the"]} if path == MESSAGES else {"ignore_eos": True}):
         body = {"model": "nano", "documents": MORE, longest: 40, "temperature": 0, **asked, **more}
-        (_, whole), (status, stream) = (plain.request("POST", path, {**body, **one}) for one in ({}, {"stream": True}))
+        (_, whole), (status, stream) = (server.request("POST", path, {**body, **one}) for one in ({}, {"stream": True}))
         assert status == 200, stream
         deltas = [event.get("delta") for event in events_of(stream)]
         if path == RESPONSES:
