@@ -49,8 +49,11 @@ def check_whole(model: nn.Module, report: Mapping[str, Any], place: str | Path) 
         logger.warning("%s has %s that %s doesn't use", place, _named(unexpected), type(model).__name__)
 
 
-def check_finite(model: nn.Module, place: str | Path) -> None:
+def check_finite(model: nn.Module, place: str | Path, further: Iterable[str] = ()) -> None:
     """Whether a model's weights are numbers: one pass over them, at the speed of memory.
+
+    Args:
+        further: names of weights that aren't, and that can't be looked at any more.
 
     Raises:
         ValueError: naming those that hold NaN or infinity, from which no answer can be had.
@@ -58,8 +61,8 @@ def check_finite(model: nn.Module, place: str | Path) -> None:
     broken = [
         name
         for name, weight in model.named_parameters()
-        if weight.is_floating_point() and weight.numel() and not weight.is_meta and not _is_finite(weight.detach())
-    ]
+        if weight.is_floating_point() and weight.numel() and not weight.is_meta and not is_finite(weight.detach())
+    ] + list(further)
     if broken:
         raise ValueError(f"{place} has NaN or infinity in {_named(broken)}: the file is damaged or training diverged, "
                          "download it again, or take an earlier checkpoint")  # fmt: skip
@@ -83,7 +86,8 @@ class CheckedLogits(LogitsProcessor):
         return scores
 
 
-def _is_finite(weight: Tensor) -> bool:
+def is_finite(weight: Tensor) -> bool:
+    """Whether a tensor that isn't empty is of numbers alone."""
     # as exact as isfinite().all(), and twenty times as fast
     least, most = (weight if weight.element_size() > 1 else weight.half()).aminmax()
     return bool(torch.isfinite(torch.stack((least, most))).all())

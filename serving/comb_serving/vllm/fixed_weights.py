@@ -5,10 +5,12 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any, NoReturn
 
+import torch
 from torch import nn
+from torch.nn.modules.module import register_module_parameter_registration_hook
 
-from comb.backbones.identity import identity_of
-from comb.backbones.whole import check_finite
+from comb.backbones.identity import bit_sums, identity_of
+from comb.backbones.whole import check_finite, is_finite
 
 _ASK = "documents are compiled with the weights that the engine was started with: close it, and start another"
 
@@ -26,10 +28,15 @@ class FixedWeights:
 
     def load_model(self, **options: Any) -> None:
         """As vLLM's. Raises ValueError for weights with NaN or infinity, with which vLLM would answer."""
-        super().load_model(**options)  # type: ignore[misc]
-        model = self.vllm_config.model_config
-        if model.quantization is None:  # what a quantiser keeps beside its weights is its own to know
-            check_finite(self.get_model(), model.model)  # type: ignore[attr-defined]
+        packed = _PackedWeights()
+        handle = register_module_parameter_registration_hook(packed)
+        try:
+            super().load_model(**options)  # type: ignore[misc]
+        finally:
+            handle.remove()
+        config, model = self.vllm_config.model_config, self.get_model()  # type: ignore[attr-defined]
+        if config.quantization is None:  # what a quantiser keeps beside its weights is its own to know
+            check_finite(model, config.model, packed.broken_in(model))
 
     def reload_weights(self, *_: Any, **__: Any) -> NoReturn:
         """Raises RuntimeError."""
@@ -43,3 +50,26 @@ class FixedWeights:
         if identity_of(model) is not before:
             raise RuntimeError(f"apply_model has changed weights: {_ASK}")
         return found
+
+
+class _PackedWeights:
+    """Looks at what vLLM's backend for CPUs packs into memory that nobody can read, when it puts an empty weight in the
+    place of one: whether it was finite, and what it was, left in a buffer for the name that documents have by weights.
+    """
+
+    def __init__(self) -> None:
+        self._broken = list[tuple[nn.Module, str]]()
+
+    def __call__(self, module: nn.Module, name: str, weight: nn.Parameter) -> None:
+        """Torch's hook in front of a parameter's registration."""
+        before = getattr(module, name, None)
+        if weight.numel() or before is None or not before.numel():
+            return
+        module.register_buffer(f"comb_{name}_sums", torch.tensor(bit_sums(before)))
+        if before.is_floating_point() and not is_finite(before.detach()):
+            self._broken.append((module, name))
+
+    def broken_in(self, model: nn.Module) -> list[str]:
+        """Names of those that held NaN or infinity."""
+        paths = {module: path for path, module in model.named_modules()}
+        return [f"{paths[module]}.{name}" for module, name in self._broken]
