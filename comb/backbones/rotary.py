@@ -94,15 +94,10 @@ def compile_limit(model: Any) -> int | None:
     return min((limit for limit in (prompt_limit(model), length_limit(model)) if limit is not None), default=None)
 
 
-def primer_limit(model: Any) -> int | None:
-    """Tokens of a primer that leave its half of those positions to segments."""
-    limit = compile_limit(model)
-    return None if limit is None else limit // 2
-
-
-def configured_primer_limit(config: Any) -> int | None:
-    """`primer_limit` by a configuration alone, where no weights are loaded: of the embeddings that transformers has,
-    dynamic NTK and LongRoPE change with the length of a pass."""
+def primer_limit(config: Any) -> int | None:
+    """Tokens of a primer that leave half of `compile_limit` to segments, by a model's configuration: a server and a
+    plan for a training load no weights, and compile behind the same. Of the embeddings that transformers has, dynamic
+    NTK and LongRoPE change with the length of a pass."""
     config = config.get_text_config(decoder=True)
     rope = getattr(config, "rope_parameters", None) or {}
     limits = [position_count(config)]

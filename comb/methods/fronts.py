@@ -21,7 +21,7 @@ from comb.backbones.discovery import start_token_id, text_config
 from comb.backbones.exclusive import backbone_of
 from comb.backbones.identity import identity_of, weights_fingerprint
 from comb.backbones.primer import own_tokenizer, primer_ids
-from comb.backbones.rotary import primer_limit
+from comb.backbones.rotary import compile_limit, primer_limit
 from comb.cache.picache import DecoderPICache
 from comb.linking.compile import compile_tokens
 from comb.methods.base import DecodeState, LinkRequest, Method
@@ -153,12 +153,12 @@ def front_of(choice: FrontChoice, model: Any, method: str) -> Front:
     if ids is None:
         assert isinstance(choice, str)
         return _published(choice, backbone)
-    vocabulary, most = backbone.get_input_embeddings().weight.shape[0], primer_limit(backbone)
+    vocabulary, most = backbone.get_input_embeddings().weight.shape[0], compile_limit(backbone)
     if wrong := [each for each in ids if not isinstance(each, int) or not 0 <= each < vocabulary]:
         raise ValueError(f"{method}:front has token ids below {vocabulary}, got {wrong[0]!r}")
-    if most is not None and len(ids) > most:
+    if most is not None and 2 * len(ids) > most:
         raise ValueError(
-            f"the front's {len(ids)} tokens take more than half of the {2 * most} positions that the model has to "
+            f"the front's {len(ids)} tokens take more than half of the {most} positions that the model has to "
             "compile in: documents stand behind them, so give a shorter one"
         )
     return Front(ids)
@@ -198,7 +198,7 @@ def _text_ids(choice: FrontChoice, backbone: Any, tokenizer: Any) -> list[int] |
     if choice != "prose" and not Path(choice).is_file():
         return None
     found = own_tokenizer(backbone) if tokenizer is None else tokenizer
-    return primer_ids(True if choice == "prose" else choice, found, primer_limit(backbone))
+    return primer_ids(True if choice == "prose" else choice, found, primer_limit(backbone.config))
 
 
 def _published(name: str, backbone: Any) -> TrainedFront:

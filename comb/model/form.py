@@ -96,7 +96,7 @@ def _passage(backbone: PreTrainedModel) -> Primer:
     if backbone.get_input_embeddings().weight.is_meta:  # sizes without weights, which a primer doesn't change
         return False
     try:
-        return primer_ids(True, own_tokenizer(backbone), primer_limit(backbone))
+        return primer_ids(True, own_tokenizer(backbone), primer_limit(backbone.config))
     except ValueError as error:
         logger.warning("documents are compiled without a primer: %s", error)
         return False

@@ -123,7 +123,7 @@ class CombPreTrainedModel(AdapterModel):
         encoder_config.joint_attention = form.joint_attention
         if form.primer is not False:
             tokenizer = own_tokenizer(backbone) if isinstance(form.primer, (bool, str)) else None
-            encoder_config.primer = primer_ids(form.primer, tokenizer, primer_limit(backbone))
+            encoder_config.primer = primer_ids(form.primer, tokenizer, primer_limit(backbone.config))
             room = info.max_position_embeddings - len(encoder_config.primer)
             if max_document_tokens is None:
                 encoder_config.max_position_embeddings = room

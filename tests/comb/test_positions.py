@@ -12,10 +12,11 @@ from torch import Tensor, nn
 from transformers import DynamicCache
 
 from comb import PICEngine, methods
+from comb.backbones.rotary import compile_limit, primer_limit
 from comb.cli.doctor import check_methods
 from comb.mac import mac
 from tests.helpers.byte_text import byte_tokenizer
-from tests.helpers.families import BASE, tiny
+from tests.helpers.families import BASE, FAMILIES, LINK_FAMILIES, STATE_FAMILIES, tiny
 from tests.helpers.mac_models import FREE, batch, decode
 
 LIMIT = 24
@@ -79,6 +80,7 @@ def stretched(power: float = 1.0) -> Any:
     return model
 
 
+OWN_CODE: dict[str, Callable[[], Any]] = {"its own code": stretched, "not in proportion": lambda: stretched(1.2)}
 MODELS: dict[str, Callable[[], Any]] = {
     "phimoe": phimoe,
     "phi3": phi3,
@@ -86,8 +88,7 @@ MODELS: dict[str, Callable[[], Any]] = {
     "dynamic": lambda: llama(DYNAMIC, max_position_embeddings=LIMIT),
     "yarn": lambda: llama({**LONGROPE, "rope_type": "yarn"}),
     "gemma3": gemma3,
-    "its own code": stretched,
-    "not in proportion": lambda: stretched(1.2),
+    **OWN_CODE,
 }
 # tokens in front of a query of four and two documents: below the limit, at it, just beyond, far beyond
 HEADS = (2, LIMIT - 16, LIMIT - 14, 60)
@@ -207,3 +208,16 @@ def test_a_long_prompt_does_not_change_a_short_one_of_its_batch(name: str) -> No
     requests: list[Any] = [("Who?", ["Ida lives."]), ("Where does she live?", ["Ida lives in Rome since May."])]
     alone = [engine.ask(*request, max_new_tokens=8).token_ids for request in requests]
     assert [answer.token_ids for answer in engine.ask_batch(requests, max_new_tokens=8)] == alone
+
+
+@pytest.mark.parametrize("name", [*MODELS, *(FAMILIES | LINK_FAMILIES | STATE_FAMILIES)])
+def test_a_configuration_says_what_a_primer_may_have(name: str) -> None:
+    """A server and a plan for a training compile behind the same passage without a model; what its code alone says is
+    refused where the passage is too long for it."""
+    made = MODELS.get(name, lambda: tiny(name))()
+    limit = compile_limit(made)
+    if name in OWN_CODE:
+        with pytest.raises(ValueError, match=f"more than half of the {LIMIT} positions"):
+            methods.create("primed", made, front=[5] * 128)
+        return
+    assert primer_limit(made.config) == (None if limit is None else limit // 2)

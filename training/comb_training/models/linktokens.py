@@ -14,7 +14,7 @@ import torch
 
 from comb.backbones.loading import load_config
 from comb.backbones.primer import primer_ids
-from comb.backbones.rotary import configured_primer_limit
+from comb.backbones.rotary import primer_limit
 from comb.backbones.tokenizer import load_tokenizer
 from comb.documents.datasets import Counts
 from comb.documents.document import Prompt
@@ -55,7 +55,7 @@ def segment_numbers(prompt: Prompt) -> list[int]:
 
 def starting_tokens(backbone: str, count: int | None) -> list[int]:
     """What fresh link tokens start as: the passage that ``primed`` compiles behind, or its last `count` tokens."""
-    passage = primer_ids(True, load_tokenizer(backbone), configured_primer_limit(load_config(backbone)))
+    passage = primer_ids(True, load_tokenizer(backbone), primer_limit(load_config(backbone)))
     return passage if count is None else list(islice(cycle(reversed(passage)), count))[::-1]
 
 

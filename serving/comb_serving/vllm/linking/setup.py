@@ -10,7 +10,7 @@ from comb.backbones.discovery import start_token_id
 from comb.backbones.fingerprint import same_embedding
 from comb.backbones.loading import load_config
 from comb.backbones.primer import primer_ids
-from comb.backbones.rotary import configured_primer_limit
+from comb.backbones.rotary import primer_limit
 from comb.backbones.tokenizer import load_tokenizer
 from comb.linktokens.config import LinkTokensConfig
 from comb.methods.fronts import dummies_of
@@ -65,7 +65,7 @@ def front_for(method: LinkMethod, checkpoint: str | Path, link_tokens: str | Non
         return []
     config = load_config(checkpoint)
     if method.front == "prose":
-        return primer_ids(True, load_tokenizer(checkpoint), configured_primer_limit(config))
+        return primer_ids(True, load_tokenizer(checkpoint), primer_limit(config))
     token = start_token_id(config.get_text_config(decoder=True))
     if token is None:
         raise ValueError(
