@@ -107,8 +107,13 @@ def _why_not_continued(model: Any) -> str:
         return "its forward pass puts more tokens into its cache than the prompt has"
     # not finite here and there: other checks say so
     if distance(hidden, whole) > tolerance_of(model):
-        return "its forward pass doesn't go on from a cache as from the tokens in it"
+        why = " (its layers quantise a token by all those of a pass, as torch's dynamic quantisation does)"
+        return f"its forward pass doesn't go on from a cache as from the tokens in it{why * _quantises_passes(model)}"
     return ""
+
+
+def _quantises_passes(model: Any) -> bool:
+    return any("torch.ao.nn.quantized.dynamic" in type(module).__module__ for module in model.modules())
 
 
 def takes_padded_rows(model: Any) -> bool:

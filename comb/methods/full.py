@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from inspect import signature
 from itertools import chain
 from typing import Any
 
@@ -103,7 +104,10 @@ def _why_not_decoded(model: Any) -> str:
                 found = state.logits[0]
             finally:
                 model.generation_config = own_settings
-            own = model(input_ids=ids, use_cache=False).logits[0, -1]
+            # as `generate` does: layers that quantise activations (torch's dynamic quantisation) scale a token by those
+            # beside it
+            last = {"logits_to_keep": 1} if "logits_to_keep" in signature(model.forward).parameters else {}
+            own = model(input_ids=ids, use_cache=False, **last).logits[0, -1]
     except (RuntimeError, TypeError, ValueError, KeyError, IndexError, AttributeError, AssertionError) as error:
         return f"transformers' `generate` doesn't run on it ({type(error).__name__}: {error})"
     if distance(found, own) > tolerance_of(model):  # not finite: other checks say so

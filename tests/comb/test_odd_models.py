@@ -187,6 +187,25 @@ def test_what_generate_does_not_do_as_the_model_does_is_refused(make: Any, reaso
         methods.create("full", make())
 
 
+@pytest.mark.filterwarnings("ignore:.*deprecated")
+def test_activations_that_are_quantised_by_pass_are_asked_whole_and_not_linked() -> None:
+    """Each token's result depends on which tokens are in a pass beside it."""
+    model = torch.ao.quantization.quantize_dynamic(byte_llama(hidden_size=64), {torch.nn.Linear}, dtype=torch.qint8)
+    engine = PICEngine(model, byte_tokenizer(), method="full")
+    asked: Any = ("How deep is it?", ["The lake is deep."])
+    ids = engine.tokenizer.apply_chat_template(
+        [{"role": "user", "content": "The lake is deep.\n\nHow deep is it?"}], add_generation_prompt=True,
+        return_tensors="pt", return_dict=True,
+    )  # fmt: skip
+    own = model.generate(**ids, max_new_tokens=8, min_new_tokens=8, do_sample=False)[0, ids["input_ids"].shape[1] :]
+    for answer in (engine.ask(*asked, max_new_tokens=8, min_new_tokens=8),
+                   engine.ask_batch([asked, asked], max_new_tokens=8, min_new_tokens=8)[1]):  # fmt: skip
+        assert list(answer.token_ids) == own.tolist()
+    for spec in ("naive", "prefix"):
+        with pytest.raises(ValueError, match=r"doesn't go on from a cache .* torch's dynamic quantisation"):
+            PICEngine(model, byte_tokenizer(), method=spec)
+
+
 @pytest.mark.parametrize("kind", ["OPT", "Bloom", "CTRLLMHead", "BioGpt", "XGLM", "GPT2LMHead"])
 def test_positions_of_other_kinds_are_the_models_own(kind: str) -> None:
     """Offsets, ALiBi, tables of sines: the first token and those behind it."""
