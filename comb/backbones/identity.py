@@ -174,6 +174,13 @@ def weights_fingerprint(model: Any, *, settings: bool = True) -> str:
     return str(identity_of(model).fact(("fingerprint", settings), lambda: _digest(model, settings)))
 
 
+def settings_of(module: torch.nn.Module) -> str:
+    """What decides beside its weights what a part of a model computes, as text that is the same in every process."""
+    modules = modules_of(module)
+    names = Names(modules)
+    return "".join(described(each, names) for each in modules)
+
+
 def forget_identity(model: Any) -> None:
     """For weights that were written, or are about to be, in a way that `identity_of` may not notice."""
     for module in modules_of(model):

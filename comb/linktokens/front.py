@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from transformers.cache_utils import DynamicCache
 
 from comb.backbones.forward import decoder_of
-from comb.backbones.identity import identity_of
+from comb.backbones.identity import identity_of, settings_of
 from comb.linktokens.config import LinkTokensConfig
 
 FrontKeyValues = list[tuple[Tensor, Tensor]]
@@ -46,12 +46,12 @@ class LearnedFront(nn.Module):
 
     @property
     def fingerprint(self) -> str:
-        """Names what has been learned so far."""
+        """Names what has been learned so far, and what is done with it."""
         found: str = identity_of(self).fact("fingerprint", self._digest)
         return found
 
     def _digest(self) -> str:
-        digest = hashlib.sha256()
+        digest = hashlib.sha256(settings_of(self).encode())
         for name, parameter in self.named_parameters():
             digest.update(f"{name}:{tuple(parameter.shape)}:{parameter.dtype};".encode())
             digest.update(parameter.detach().cpu().contiguous().view(torch.uint8).numpy().tobytes())

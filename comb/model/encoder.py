@@ -48,9 +48,13 @@ class Rotary(nn.Module):
 
     def __init__(self, config: CombEncoderConfig) -> None:
         super().__init__()
-        self._config = config
-        self._cached: Tensor | None = None
-        self.factor = 1.0
+        self.config = config
+        self._comb_found: tuple[Tensor, float] | None = None  # of the configuration: named as what is no setting
+
+    @property
+    def factor(self) -> float:
+        """What `forward` multiplies with, once something was turned."""
+        return 1.0 if self._comb_found is None else self._comb_found[1]
 
     def forward(self, positions: Tensor) -> tuple[Tensor, Tensor]:
         """Cosine and sine, float32. positions [rows, tokens] -> 2 x [rows, tokens, rotary_dim]"""
@@ -60,10 +64,10 @@ class Rotary(nn.Module):
     def turning(self, positions: Tensor) -> tuple[Tensor, Tensor]:
         """The same without the factor: turns what is turned already further."""
         # made at first use, not in __init__: there the module may still be on the meta device
-        if self._cached is None or self._cached.device != positions.device:
-            frequencies, self.factor = rotary_frequencies(self._config)
-            self._cached = frequencies.to(positions.device)
-        angles = positions[..., None].float() * self._cached
+        if self._comb_found is None or self._comb_found[0].device != positions.device:
+            frequencies, factor = rotary_frequencies(self.config)
+            self._comb_found = frequencies.to(positions.device), factor
+        angles = positions[..., None].float() * self._comb_found[0]
         angles = torch.cat((angles, angles), dim=-1)
         return angles.cos(), angles.sin()
 

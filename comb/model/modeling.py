@@ -27,7 +27,7 @@ from comb.backbones.discovery import BackboneInfo, inspect_backbone
 from comb.backbones.fingerprint import backbone_fingerprint
 from comb.backbones.forward import count_tokens, decoder_of
 from comb.backbones.hooks import LayerHooks
-from comb.backbones.identity import bit_sums, identity_of, weights_fingerprint
+from comb.backbones.identity import bit_sums, identity_of, settings_of, weights_fingerprint
 from comb.cache.picache import CrossPICache
 from comb.documents.document import behind_first
 from comb.model.config import CONFIGURED_LATER, CombConfig, CombEncoderConfig
@@ -442,7 +442,7 @@ class CombForCausalLM(CombPreTrainedModel, GenerationMixin):
 
     @property
     def fingerprint(self) -> str:
-        """Names what PICaches depend on: the backbone's embedding, and the whole encoder."""
+        """Names what PICaches depend on: the backbone's embedding, and the whole encoder, their hooks too."""
         if self._kept_fingerprint is not None:
             return self._kept_fingerprint
         return str(identity_of(self).fact("fingerprint of PICaches", self._digest))
@@ -463,6 +463,7 @@ class CombForCausalLM(CombPreTrainedModel, GenerationMixin):
         # the name of the backbone is that of a few of its rows
         digest.update(repr([bit_sums(table) for table in self.get_input_embeddings().parameters()]).encode())
         digest.update(repr((sorted(shape.items()), self.encoder.sources, self.config.embedding_scale)).encode())
+        digest.update((settings_of(self.encoder) + settings_of(self.get_input_embeddings())).encode())
         for parameter in self.encoder.parameters():
             digest.update(str(parameter.dtype).encode())
             digest.update(parameter.detach().cpu().contiguous().view(torch.uint8).numpy().tobytes())

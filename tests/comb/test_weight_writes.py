@@ -171,12 +171,18 @@ def test_one_row_of_the_table_that_an_encoder_reads_is_enough() -> None:
         assert states(engine.ask(QUESTION, DOCUMENTS, max_new_tokens=1)) == ["compiled", "compiled"]
 
 
-def test_a_conversation_does_not_go_on_from_what_other_cross_blocks_computed() -> None:
+CROSS_BLOCKS: dict[str, Callable[[Any], Any]] = {
+    "weight": lambda block: block.attention_gate.data.fill_(0.25),
+    "hook": lambda block: block.register_forward_hook(scaled),
+}
+
+
+@pytest.mark.parametrize("name", CROSS_BLOCKS)
+def test_a_conversation_does_not_go_on_from_what_other_cross_blocks_computed(name: str) -> None:
     model = make_comb()
     chat = PICEngine(model, make_tokenizer(template=TEMPLATE)).conversation(DOCUMENTS)
     chat.ask(QUESTION, max_new_tokens=1)
-    with torch.no_grad():
-        model.cross_blocks[0].attention_gate.fill_(0.25)
+    CROSS_BLOCKS[name](model.cross_blocks[0])
     turn = chat.ask("And?", max_new_tokens=1)
     assert "weights have changed" in turn.report.relinked
     assert states(turn) == ["hit", "hit"]  # what the encoder made of them is the same
@@ -397,9 +403,14 @@ def scaled(module: Any, args: Any, output: Any) -> Any:
     return (output[0] * 1.5, *output[1:]) if isinstance(output, tuple) else output * 1.5
 
 
-def patched(module: Any) -> None:
+def both(module: Any, args: Any, output: Any) -> Any:
+    """Of keys and values, or pairs of them."""
+    return type(output)(both(module, args, each) if isinstance(each, tuple) else each * 1.5 for each in output)
+
+
+def patched(module: Any, change: Any = scaled) -> None:
     own = module.forward
-    module.forward = lambda *args, **kwargs: scaled(module, args, own(*args, **kwargs))
+    module.forward = lambda *args, **kwargs: change(module, args, own(*args, **kwargs))
 
 
 SETTINGS: dict[str, Callable[[Any], Any]] = {
@@ -441,6 +452,46 @@ def test_what_else_decides_what_is_computed_is_noticed(name: str, tmp_path: Path
     if "hook" in name:
         change.remove()
         assert states(engine.ask(QUESTION, DOCUMENTS, max_new_tokens=1)) == ["hit", "hit"]
+
+
+ADAPTERS: dict[str, tuple[str, Callable[[Any], Any]]] = {
+    "encoder's hook": ("comb", lambda model: model.encoder.layers[0].mlp.register_forward_hook(scaled)),
+    "encoder's hook in front": (
+        "comb",
+        lambda model: model.encoder.layers[0].register_forward_pre_hook(lambda _, args: (args[0] * 1.5, *args[1:])),
+    ),
+    "encoder's forward": ("comb", lambda model: patched(model.encoder.layers[0].mlp)),
+    "encoder's scale": ("comb", lambda model: setattr(model.encoder.layers[0].self_attn, "scaling", 0.9)),
+    "encoder's activation": ("comb", lambda model: setattr(model.encoder.layers[0].mlp, "act_fn", torch.nn.ReLU())),
+    "head's hook": (
+        "comb over shared layers", lambda model: model.encoder.key_value_heads[1].register_forward_hook(both),
+    ),
+    "embedding's hook": ("comb", lambda model: model.get_input_embeddings().register_forward_hook(scaled)),
+    "front's hook": ("linktokens", lambda model: model.front.register_forward_hook(both)),
+    "front's forward": ("linktokens", lambda model: patched(model.front, both)),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", ADAPTERS)
+def test_so_it_is_of_an_adapters_own_modules(name: str, tmp_path: Path) -> None:
+    kind, change = ADAPTERS[name]
+    model = MODELS[kind]()
+    tokenizer, before = make_tokenizer(template=TEMPLATE), copy.deepcopy(model)
+    engine = PICEngine(model, tokenizer, store=PICacheStore(disk_path=tmp_path))
+    first = engine.ask(QUESTION, DOCUMENTS, max_new_tokens=NEW)
+    fingerprint = model.fingerprint
+    changed = change(model)
+    answer = engine.ask(QUESTION, [*DOCUMENTS, BOOK], max_new_tokens=NEW)
+    assert states(answer) == ["compiled"] * 3
+    assert states(engine.ask(QUESTION, DOCUMENTS, max_new_tokens=1)) == ["hit", "hit"]
+    engine.store.flush()
+    again = PICEngine(before, tokenizer, store=PICacheStore(disk_path=tmp_path))
+    found = again.ask(QUESTION, [*DOCUMENTS, BOOK], max_new_tokens=NEW)
+    assert states(found) == ["hit", "hit", "compiled"]
+    assert again.ask(QUESTION, DOCUMENTS, max_new_tokens=NEW).token_ids == first.token_ids
+    if "hook" in name:
+        changed.remove()
+        assert model.fingerprint == fingerprint
 
 
 def test_a_forward_that_its_class_is_given_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
