@@ -276,6 +276,26 @@ def test_a_server_that_cannot_start_says_why_in_one_line(
     assert ('File "core.py"' in said) == debug
 
 
+MISUSED = """
+import argparse
+parser = argparse.ArgumentParser(prog="api_server.py", epilog="much of it")
+for number in range(50):
+    parser.add_argument(f"--option-{number}")
+print("WARNING 11-25 10:00:00 [api.py:1] in front", file=sys.stderr, flush=True)
+parser.parse_args()
+"""
+
+
+def test_an_option_that_vllm_does_not_know_is_one_line(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "root").mkdir()
+    server = [sys.executable, "-c", program(tmp_path, MISUSED)[0]]
+    with pytest.raises(RuntimeError, match=r"ended at its start \(status 2\): unrecognized arguments: .* --nonsense 3 "):
+        launch(ServeOptions("me/adapter"), ["--nonsense", "3"], root=tmp_path / "root", server=server)
+    said = "".join(capfd.readouterr())
+    assert "in front" in said
+    assert "--option" not in said
+
+
 def test_flags_that_cannot_be_served_are_refused() -> None:
     read = read_flags(["--tensor_parallel_size=4", "--host", "0.0.0.0", "--seed", "3"], {"VLLM_API_KEY": "x"})
     assert (read.ranks, read.host, len(read.key_hashes)) == (4, "0.0.0.0", 1)

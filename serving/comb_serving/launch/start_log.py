@@ -1,4 +1,4 @@
-"""What a server prints, passed on; while it starts, a traceback is its last line alone.
+"""What a server prints, passed on; while it starts, a traceback is its last line alone, as is a page of usage.
 
 vLLM's processes each print theirs when one of them fails, hundreds of lines in which the cause is somewhere.
 """
@@ -14,6 +14,7 @@ from typing import IO
 
 _PREFIX = re.compile(r"^(?P<process>\([^)]*pid=\d+\) )?(?:[A-Z]+ [\d-]+ [\d:]+ \[[^\]]*\] )?")
 _CAUSE = re.compile(r"(?:[A-Za-z_]\w*\.)*[A-Z]\w*(?:Error|Exception|Exit|Interrupt|Warning)\b(?:: .*)?$")
+_MISUSE = re.compile(r"^\S+: error: (.+)$")  # argparse's line, behind its usage
 _CONSEQUENCE = re.compile(r"See root cause above|Engine core initialization failed|EngineDeadError")
 
 
@@ -55,6 +56,16 @@ class StartLog:
         if body.startswith("Traceback (most recent call last)"):
             inside.add(process)
             return False
+        if body.startswith("usage: "):
+            inside.add("usage")
+            return False
+        if "usage" in inside:
+            if body.startswith(" "):
+                return False
+            inside.discard("usage")
+            if misuse := _MISUSE.match(body):
+                self.cause = misuse[1]
+                return False
         if process not in inside:
             if body.startswith("  ") and process == self._of:  # pydantic's are of several lines
                 self.cause += f" {body.strip()}"
