@@ -289,7 +289,9 @@ parser.parse_args()
 def test_an_option_that_vllm_does_not_know_is_one_line(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "root").mkdir()
     server = [sys.executable, "-c", program(tmp_path, MISUSED)[0]]
-    with pytest.raises(RuntimeError, match=r"ended at its start \(status 2\): unrecognized arguments: .* --nonsense 3 "):
+    with pytest.raises(
+        RuntimeError, match=r"ended at its start \(status 2\): unrecognized arguments: .* --nonsense 3 "
+    ):
         launch(ServeOptions("me/adapter"), ["--nonsense", "3"], root=tmp_path / "root", server=server)
     said = "".join(capfd.readouterr())
     assert "in front" in said
