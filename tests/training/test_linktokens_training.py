@@ -159,15 +159,16 @@ ROPES: dict[str, dict[str, Any]] = {
 @pytest.mark.parametrize("name", ROPES)
 def test_the_passage_is_cut_alike_in_training_and_wherever_documents_are_primed(name: str, tmp_path: Path) -> None:
     """By the library, which has the weights, and by a server, which has the configuration alone."""
+    from comb_serving.config.options import ServeOptions
     from comb_serving.vllm.linking.setup import linking_options
 
     model = byte_llama(**ROPES[name])
     model.save_pretrained(tmp_path)
     byte_tokenizer().save_pretrained(tmp_path)
-    passage = PICEngine.from_pretrained(str(tmp_path), method="primed").method.primer
+    passage = PICEngine.from_pretrained(str(tmp_path), method="primed").method.compiled_behind
     assert 30 < len(passage) <= 100
-    served = linking_options("primed", str(tmp_path))["kv_transfer_config"]["kv_connector_extra_config"]
-    assert served["primer"] == list(passage)
+    options = ServeOptions(str(tmp_path), method="primed")
+    assert linking_options(options)["kv_transfer_config"]["kv_connector_extra_config"]["front"] == list(passage)
     assert starting_tokens(str(tmp_path), None) == list(passage)
     assert starting_tokens(str(tmp_path), 7) == list(passage[-7:])
 
