@@ -1,7 +1,9 @@
 """The PICache store: PICaches by content key, with references, pins, LRU budgets, expiry and tiers.
 
-    with store.acquire(keys, compile) as found:     # looked up, or compiled once in one batch
-        link([ref.picache for ref in found])        # safe until released: in use is never evicted
+    with store.acquire(keys) as held:
+        while missing := held.missing():            # each is compiled by one thread, for all who want it
+            held.add(compile(missing))
+        link([held[key].picache for key in keys])   # safe until released: in use is never evicted
 
 An entry is used on the device tier. Making room there moves the least recently used down, device -> host -> disk ->
 gone; a lookup brings it up again. A move up from the host takes the entry along; one from disk leaves the file, so
@@ -12,8 +14,8 @@ Thread-safe. One lock guards the index; compiling, copying and file contents are
 claimed by one thread. Others who want the key wait for it, after finishing everything that they own themselves, so no
 two threads wait for each other.
 
-The size of a PICache is known only once it is compiled, and what is evicted for it is copied away only then: until the
-call that compiles returns, the device needs room for its misses beyond the budget.
+The size of a PICache is known only once it is compiled, and what is evicted for it is copied away only then: until
+`add` returns, the device needs room for its misses beyond the budget.
 """
 
 from __future__ import annotations
@@ -22,9 +24,9 @@ import logging
 import re
 import threading
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
@@ -47,47 +49,73 @@ class StoreFullError(RuntimeError):
     """No room on the device: what is there is in use or pinned. Worth trying again once requests have ended."""
 
 
-class PICacheRef(AbstractContextManager["PICacheRef"]):
-    """A reference to one PICache, which stays on the device meanwhile. Release it in `finally`, or use `with`.
+@dataclass(frozen=True)
+class PICacheRef:
+    """One PICache that a call holds, on the store's device.
 
-    On a GPU, release it when the work that reads it is done, or queued on the stream that its tensors were made on.
-
-    hit: whether it was found, not compiled. tier: where it was found: "device", "host", "disk", or "compiled".
+    tier: where it was found: "device", "host", "disk", or "compiled" where it wasn't.
     """
 
-    def __init__(self, store: PICacheStore, entry: StoreEntry, tier: str) -> None:
-        self.key = entry.key
-        self.tier = tier
-        self.hit = tier != "compiled"
-        self._store = store
-        self._entry: StoreEntry | None = entry
+    key: str
+    picache: PICache
+    tier: str
 
     @property
-    def picache(self) -> PICache:
-        """The PICache, on the store's device. Raises RuntimeError after `release`."""
-        if self._entry is None:
-            raise RuntimeError(f"PICache {self.key} was used after its reference was released; acquire it again")
-        picache: PICache = self._entry.value
-        return picache
+    def hit(self) -> bool:
+        """Whether it was found, not compiled."""
+        return self.tier != "compiled"
+
+
+class AcquiredPICaches(Mapping[str, PICacheRef], AbstractContextManager["AcquiredPICaches"]):
+    """What one `PICacheStore.acquire` holds, by key: never evicted until it is released, in `finally` or by `with`.
+
+    On a GPU, release it when the work that reads it is done, or queued on the stream that its tensors were made on.
+    """
+
+    def __init__(self, store: PICacheStore, keys: Sequence[str], expires_at: float) -> None:
+        self._store, self._expires_at = store, expires_at
+        self._wanted = list(keys)  # neither held nor claimed
+        self._held: dict[str, tuple[StoreEntry, str]] = {}
+        self._claimed: dict[str, Claim] = {}
+        self._evicted: list[tuple[StoreEntry, Claim]] = []  # to be moved down
+
+    def missing(self) -> list[str]:
+        """Keys that the caller is to compile and `add`, while others wait for them; none once all are held.
+
+        Waits for what others are compiling, if nothing else is missing; what they failed to compile is missing here.
+        """
+        while not self._claimed and self._wanted:
+            self._store._wait_for_any(self._wanted)
+            self._store._take(self)
+        return list(self._claimed)
+
+    def add(self, picaches: Sequence[PICache]) -> None:
+        """Takes what the caller has compiled: one PICache for each of `missing`, in that order.
+
+        Raises:
+            ValueError: something else was given.
+            PICacheTooLargeError, StoreFullError: no room; nothing was evicted in vain.
+        """
+        keys = list(self._claimed)
+        if len(picaches) != len(keys) or not all(isinstance(picache, PICache) for picache in picaches):
+            raise ValueError(f"expected one PICache for each of {len(keys)} missing keys, got {picaches!r}")
+        self._store._add(self, [(key, picache) for key, picache in zip(keys, picaches, strict=True)])
 
     def release(self) -> None:
-        """Drops the reference; a second call does nothing."""
-        with self._store._changed:
-            entry, self._entry = self._entry, None
-            if entry is not None:
-                self._store._index.release(entry)
+        """Lets go of everything; a second call does nothing."""
+        self._store._release(self)
 
-    def __exit__(self, *_: object) -> None:
-        self.release()
+    def __getitem__(self, key: str) -> PICacheRef:
+        if key not in self._held:
+            raise KeyError(f"PICache {key} is not held: it is missing, or was released; acquire it again")
+        entry, tier = self._held[key]
+        return PICacheRef(key, entry.value, tier)
 
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._held)
 
-class PICacheRefs(list[PICacheRef], AbstractContextManager["PICacheRefs"]):
-    """The references of one `acquire`, in the order of its keys; leaving the `with` block releases them all."""
-
-    def release(self) -> None:
-        """Drops all of them."""
-        for ref in self:
-            ref.release()
+    def __len__(self) -> int:
+        return len(self._held)
 
     def __exit__(self, *_: object) -> None:
         self.release()
@@ -125,16 +153,6 @@ class StoreStats:
     in_use: int
     pinned: int
     removed_in_use: int
-
-
-@dataclass
-class PendingAcquire:
-    """One call under way: what it references, what it has claimed, and what it has evicted and must move down."""
-
-    expires_at: float = 0.0
-    held: dict[str, tuple[StoreEntry, str]] = field(default_factory=dict)
-    claimed: dict[str, Claim] = field(default_factory=dict)
-    evicted: list[tuple[StoreEntry, Claim]] = field(default_factory=list)
 
 
 class PICacheStore:
@@ -178,92 +196,79 @@ class PICacheStore:
         self._changed = threading.Condition()
         self._misses = 0
         if isinstance(disk := self._tiers.get("disk"), DiskTier):
-            pending = PendingAcquire()
-            for entry in disk.found():
-                if not self._admit([entry], "disk", pending):
-                    disk.freed(entry)
-            self._settle(pending)
+            with AcquiredPICaches(self, (), 0.0) as held:
+                for entry in disk.found():
+                    if not self._admit([entry], "disk", held._evicted):
+                        disk.freed(entry)
 
-    def acquire(
-        self, keys: Sequence[str], compile: Callable[[list[int]], Sequence[PICache]], *, ttl_s: float | None = None
-    ) -> PICacheRefs:
-        """References to the PICaches of `keys`, all or none, each on the device.
+    def acquire(self, keys: Sequence[str], *, ttl_s: float | None = None) -> AcquiredPICaches:
+        """Holds the PICaches of `keys` that are here, on the device; the caller compiles those that are `missing`.
 
         Args:
-            keys: one per document; a key given twice is compiled once and referenced twice.
-            compile: called without the lock with the indices (into `keys`) of the misses, in one batch; returns one
-                PICache each. Called again for keys that another thread failed to compile.
-            ttl_s: seconds after which what this call compiles expires; None: never. A hit keeps its own expiry.
+            keys: one per document; one that is given twice is held once.
+            ttl_s: seconds after which what is added expires; None: never. A hit keeps its own expiry.
 
         Raises:
-            ValueError: a key that can't be a file name, `ttl_s` <= 0, or `compile` returned something else.
-            PICacheTooLargeError, StoreFullError: no room; nothing was evicted in vain.
-            Exception: whatever `compile` raised. In all these cases every reference taken by the call is dropped.
+            ValueError: a key that can't be a file name, or `ttl_s` <= 0.
+            StoreFullError: no room on the device for what is in lower tiers.
+            RuntimeError: this thread is compiling one of them already.
         """
-        positions: dict[str, int] = {}
-        for index, key in enumerate(keys):
+        for key in keys:
             if not isinstance(key, str) or not _KEY.fullmatch(key):
                 raise ValueError(
                     f"a key expects 1 to 128 letters, digits, '_', '-', '.' (content_key gives such), got {key!r}"
                 )
-            positions.setdefault(key, index)
-        pending = PendingAcquire(self._index.expiry(ttl_s))
-        wanted = list(positions)
+        held = AcquiredPICaches(self, list(dict.fromkeys(keys)), self._index.expiry(ttl_s))
         try:
-            while wanted:
-                wanted = self._claim_missing(wanted, pending)
-                missing = [key for key in list(pending.claimed) if not self._promote(key, pending)]
-                self._move_down(pending)  # nobody should wait for these while we compile
-                if missing:
-                    self._take_compiled(missing, compile([positions[key] for key in missing]), pending)
-                self._settle(pending)  # so nobody waits for us while we wait
-                with self._changed:
-                    while wanted and all(
-                        key in self._index.claims and key not in self._device.entries for key in wanted
-                    ):
-                        self._changed.wait()
-            with self._changed:
-                for key in keys:
-                    pending.held[key][0].references += 1
-                return PICacheRefs(PICacheRef(self, *pending.held[key]) for key in keys)
-        finally:
-            with self._changed:  # what is returned has references of its own
-                for entry, _ in pending.held.values():
-                    self._index.release(entry)
-            self._settle(pending)
+            self._take(held)
+        except BaseException:
+            held.release()
+            raise
+        return held
 
-    def _claim_missing(self, wanted: Iterable[str], pending: PendingAcquire) -> list[str]:
-        """References what is on the device, claims what nobody works on; returns the keys that others have claimed."""
+    def _take(self, held: AcquiredPICaches) -> None:
+        """References what is here, and claims what nobody works on."""
         busy = []
         with self._changed:
-            for key in wanted:
+            for key in held._wanted:
                 entry, claim = self._index.get(key), self._index.claims.get(key)
                 if entry is not None and entry.tier == "device":
-                    self._hold(entry, "device", pending)
+                    self._reference(entry, "device", held)
                     self._device.touch(key)
                 elif claim is None:
-                    pending.claimed[key] = self._index.claim(key, threading.current_thread())
+                    held._claimed[key] = self._index.claim(key, threading.current_thread())
                 elif claim.owner is threading.current_thread():
-                    raise RuntimeError(f"compile asked the store for {key}, which it is compiling itself")
+                    raise RuntimeError(f"this thread wants {key}, which it is compiling itself")
                 else:
                     busy.append(key)
-        return busy
+            held._wanted = busy
+        for key in list(held._claimed):
+            self._promote(key, held)
+        self._move_down(held)  # nobody should wait for these while we compile
 
-    def _hold(self, entry: StoreEntry, tier: str, pending: PendingAcquire) -> None:
+    def _reference(self, entry: StoreEntry, tier: str, held: AcquiredPICaches) -> None:
         entry.references += 1
-        pending.held[entry.key] = entry, tier
+        held._held[entry.key] = entry, tier
         if tier == "compiled":
             self._misses += 1
         else:
             self._tiers[tier].counts["hits"] += 1
 
-    def _settle(self, pending: PendingAcquire) -> None:
-        """Whatever happened: no key stays claimed on the call's account."""
+    def _wait_for_any(self, keys: list[str]) -> None:
+        def one_is_free() -> bool:
+            return any(key not in self._index.claims or key in self._device.entries for key in keys)
+
         with self._changed:
-            for key, claim in pending.claimed.items():
+            self._changed.wait_for(one_is_free)
+
+    def _release(self, held: AcquiredPICaches) -> None:
+        with self._changed:
+            for entry, _ in held._held.values():
+                self._index.release(entry)
+            for key, claim in held._claimed.items():
                 self._land(key, claim)
-            pending.claimed.clear()
-        self._move_down(pending)
+            held._held, held._claimed, held._wanted = {}, {}, []
+        self._move_down(held)
 
     def _land(self, key: str, claim: Claim) -> None:
         if self._index.land(key, claim):
@@ -271,30 +276,24 @@ class PICacheStore:
 
     # ---- up ----
 
-    def _promote(self, key: str, pending: PendingAcquire) -> bool:
-        """Brings a claimed key up to the device; False if it is in no tier, or its file can't be used."""
+    def _promote(self, key: str, held: AcquiredPICaches) -> None:
+        """Brings a claimed key up to the device, unless it is in no tier, or its file can't be used."""
         with self._changed:
             entry = self._index.get(key)  # stays there until admitted: what is claimed is not evicted
-        if entry is None:
-            return False
-        picache = self._tiers[entry.tier].read(entry)
-        if picache is None:
+        picache = None if entry is None else self._tiers[entry.tier].read(entry)
+        if entry is not None and picache is None:
             with self._changed:
                 self._index.pop(entry.tier, key)
-            return False
-        above = self._device.put(IndexEntry(key, picache.nbytes, picache, entry.expires_at))
-        self._reference([above], entry.tier, pending)
-        return True
+        if entry is not None and picache is not None:
+            above = self._device.put(IndexEntry(key, picache.nbytes, picache, entry.expires_at))
+            self._admit_claimed([above], entry.tier, held)
 
-    def _take_compiled(self, keys: list[str], compiled: Sequence[PICache], pending: PendingAcquire) -> None:
-        """Puts what `compile` returned on the device. Raises ValueError if it isn't one PICache per key."""
-        if len(compiled) != len(keys) or not all(isinstance(picache, PICache) for picache in compiled):
-            raise ValueError(f"compile expects to return one PICache for each of {len(keys)} indices, got {compiled!r}")
-        own = [picache.to(self.device).standalone() for picache in compiled]
-        entries = [IndexEntry(key, p.nbytes, p, pending.expires_at) for key, p in zip(keys, own, strict=True)]
-        self._reference(entries, "compiled", pending)
+    def _add(self, held: AcquiredPICaches, compiled: Sequence[tuple[str, PICache]]) -> None:
+        own = [(key, picache.to(self.device).standalone()) for key, picache in compiled]
+        self._admit_claimed([IndexEntry(key, p.nbytes, p, held._expires_at) for key, p in own], "compiled", held)
+        self._move_down(held)
 
-    def _reference(self, entries: Sequence[StoreEntry], tier: str, pending: PendingAcquire) -> None:
+    def _admit_claimed(self, entries: Sequence[StoreEntry], tier: str, held: AcquiredPICaches) -> None:
         """Adds claimed entries to the device tier, referenced, or raises without having changed anything."""
         for entry in entries:
             if not self._device.admits(entry.size):
@@ -303,7 +302,7 @@ class PICacheStore:
                     f"{self._device.budget}; raise device_bytes, or split the document"
                 )
         with self._changed:
-            if not self._admit(entries, "device", pending):
+            if not self._admit(entries, "device", held._evicted):
                 needed = sum(entry.size for entry in entries)
                 raise StoreFullError(
                     f"no room for {needed} bytes ({len(entries)} documents): the device budget is "
@@ -313,41 +312,42 @@ class PICacheStore:
                 )
             for entry in entries:
                 self._index.pop("host", entry.key)
-                self._hold(entry, tier, pending)
-                claim = pending.claimed.pop(entry.key)
+                self._reference(entry, tier, held)
+                claim = held._claimed.pop(entry.key)
                 if claim.dropped:  # removed while we worked on it: ours to use, nobody else's to find
                     self._index.drop(entry.key)
                 self._land(entry.key, claim)
 
-    def _admit(self, entries: Sequence[StoreEntry], tier: str, pending: PendingAcquire) -> bool:
+    def _admit(self, entries: Sequence[StoreEntry], tier: str, evicted: list[tuple[StoreEntry, Claim]]) -> bool:
         """Adds entries to a tier, evicting what it takes; False, having changed nothing, if there is no such room."""
         victims = self._index.make_room(tier, sum(entry.size for entry in entries))
-        for victim in victims or ():
-            pending.evicted.append((victim, self._index.claim(victim.key, threading.current_thread())))
-        for entry in entries if victims is not None else ():
+        if victims is None:
+            return False
+        evicted += [(victim, self._index.claim(victim.key, threading.current_thread())) for victim in victims]
+        for entry in entries:
             self._index.add(tier, entry)
-        return victims is not None
+        return True
 
     # ---- down ----
 
-    def _move_down(self, pending: PendingAcquire) -> None:
+    def _move_down(self, held: AcquiredPICaches) -> None:
         """Puts evicted entries into the next tier with room (outside the lock); trouble loses entries, not requests."""
+        names, evicted = list(self._tiers), held._evicted
         try:
-            for entry, claim in pending.evicted:  # grows while we go: lower tiers evict too
-                names = list(self._tiers)
+            for entry, claim in evicted:  # grows while we go: lower tiers evict too
                 try:
-                    any(self._keep(entry, claim, name, pending) for name in names[names.index(entry.tier) + 1 :])
+                    any(self._keep(entry, claim, name, evicted) for name in names[names.index(entry.tier) + 1 :])
                 except Exception:
                     logger.exception("could not move the PICache %s to a lower tier; dropping it", entry.key)
                 with self._changed:
                     self._land(entry.key, claim)
         finally:
             with self._changed:
-                for entry, claim in pending.evicted:
+                for entry, claim in evicted:
                     self._land(entry.key, claim)
-            pending.evicted.clear()
+            evicted.clear()
 
-    def _keep(self, entry: StoreEntry, claim: Claim, name: str, pending: PendingAcquire) -> bool:
+    def _keep(self, entry: StoreEntry, claim: Claim, name: str, evicted: list[tuple[StoreEntry, Claim]]) -> bool:
         """Puts an entry whose key is claimed into a lower tier, unless it is there; False if there is no room."""
         tier = self._tiers[name]
         with self._changed:
@@ -358,7 +358,7 @@ class PICacheStore:
         if kept is None:
             return False
         with self._changed:  # it may have been removed, or been given a time to live
-            done = not claim.dropped and tier.takes(entry) and self._admit([kept], name, pending)
+            done = not claim.dropped and tier.takes(entry) and self._admit([kept], name, evicted)
             if not done:
                 tier.freed(kept)
         return done
@@ -372,16 +372,14 @@ class PICacheStore:
         with self._changed:
             entries = [*self._host.entries.values(), *self._device.entries.values()] if "disk" in self._tiers else []
         for entry in entries:
-            key, pending = entry.key, PendingAcquire()
+            key, held = entry.key, AcquiredPICaches(self, (), 0.0)
             with self._changed:
                 current = self._tiers[entry.tier].entries.get(key) is entry
                 if not current or key in self._index.claims or key in self._tiers["disk"].entries:
                     continue
-                pending.claimed[key] = claim = self._index.claim(key, threading.current_thread())
-            try:
-                written += self._keep(entry, claim, "disk", pending)
-            finally:
-                self._settle(pending)
+                held._claimed[key] = claim = self._index.claim(key, threading.current_thread())
+            with held:
+                written += self._keep(entry, claim, "disk", held._evicted)
         return written
 
     # ---- what is quickly asked ----

@@ -209,15 +209,12 @@ class AnswerSteps:
 
         None with the encoder off, when documents are tokens of the prompt.
         """
-        unique = list({segment.key: segment for segment in segments}.values()) if encoder else []
+        unique = {segment.key: segment for segment in segments} if encoder else {}
         compiled: dict[str, int] = {}
-        references = self.store.acquire(
-            [segment.key for segment in unique],
-            lambda missing: self._compile([unique[index] for index in missing], compiled),
-            ttl_s=ttl,
-        )
-        with references:
-            yield AcquiredDocuments({reference.key: reference for reference in references}, compiled)
+        with self.store.acquire(list(unique), ttl_s=ttl) as held:
+            while missing := held.missing():
+                held.add(self._compile([unique[key] for key in missing], compiled))
+            yield AcquiredDocuments(held, compiled)
 
     def _compile(self, segments: Sequence[KeyedSegment], compiled: dict[str, int]) -> list[PICache]:
         """PICaches of `segments`; notes in `compiled` what of the backbone's work is each one's, by its tokens."""

@@ -11,43 +11,39 @@ import pytest
 import torch
 
 from comb.cache.index import IntegrityError
-from comb.cache.picache import DecoderPICache, TokenPICache
+from comb.cache.picache import DecoderPICache
 from comb.cache.picache_file import serialize
 from comb.cache.store import PICacheStore, PICacheTooLargeError, StoreFullError
 from comb.cache.tiers import SUFFIX
-from tests.helpers.stores import NBYTES, TOKENS, Clock, Compiler, fail, files, hold, pic, use, with_metadata
+from tests.helpers.stores import NBYTES, TOKENS, Clock, Compiler, acquire, fail, files, hold, pic, use, with_metadata
 
 # ---- lookup, references, pins ----
 
 
 def test_misses_are_compiled_in_one_batch_and_hit_afterwards() -> None:
     store, compiler = PICacheStore(), Compiler()
-    keys = ["k1", "k2", "k1", "k3"]
-    with store.acquire(keys, compiler(keys)) as handles:
-        assert [handle.key for handle in handles] == keys
-        assert [handle.tier for handle in handles] == ["compiled"] * 4
-        assert compiler.compiled == ["k1", "k2", "k3"]
+    with acquire(store, ["k1", "k2", "k1", "k3"], compiler) as held:
+        assert list(held) == compiler.compiled == ["k1", "k2", "k3"]
+        assert [(ref.key, ref.tier, ref.hit) for ref in held.values()] == [(key, "compiled", False) for key in held]
         assert store.stats().in_use == 3
-    keys = ["k4", "k2"]
-    with store.acquire(keys, compiler(keys)) as handles:
-        assert [handle.hit for handle in handles] == [False, True]
-        assert handles[1].tier == "device"
+    with acquire(store, ["k4", "k2"], compiler) as held:
+        assert (held["k4"].tier, held["k2"].tier, held["k2"].hit) == ("compiled", "device", True)
     assert compiler.compiled == ["k1", "k2", "k3", "k4"]
     assert store.stats().in_use == 0
     assert (store.stats().hits, store.stats().misses) == (1, 4)
-    assert store.acquire([], fail) == []
+    assert not acquire(store, [], fail)
 
 
 def test_release_is_idempotent_and_ends_use() -> None:
     store = PICacheStore()
-    first, second = hold(store, "k1", "k1")
+    first, second = hold(store, "k1"), hold(store, "k1")
     first.release()
     first.release()
     store.check_integrity()
     assert store.stats().in_use == 1
-    with pytest.raises(RuntimeError, match="after its reference was released"):
-        _ = first.picache
-    assert second.picache.num_tokens == TOKENS
+    with pytest.raises(KeyError, match="k1 is not held: it is missing, or was released"):
+        _ = first["k1"]
+    assert second["k1"].picache.num_tokens == TOKENS
     with second:
         pass
     assert store.stats().in_use == 0
@@ -73,7 +69,7 @@ def test_in_use_and_pinned_are_never_evicted() -> None:
 def test_a_key_must_be_a_file_name(key: str) -> None:
     store = PICacheStore()
     with pytest.raises(ValueError, match="a key expects"):
-        store.acquire([key], fail)
+        store.acquire([key])
     if isinstance(key, str):
         assert store.lookup(key) is None
         assert not store.remove(key)
@@ -94,8 +90,8 @@ def test_numbers_that_make_no_sense_are_refused() -> None:
 @pytest.mark.parametrize("result", [[], [pic("k1")] * 3, [pic("k1"), "no PICache"]])
 def test_a_compile_that_returns_something_else_is_refused(result: list[object]) -> None:
     store = PICacheStore()
-    with pytest.raises(ValueError, match="one PICache for each of 2 indices"):
-        store.acquire(["k1", "k2"], lambda indices: result)  # type: ignore[arg-type,return-value]
+    with pytest.raises(ValueError, match="one PICache for each of 2 missing keys"):
+        acquire(store, ["k1", "k2"], lambda keys: result)
     assert store.stats().tiers["device"].entries == 0
     store.check_integrity()
 
@@ -104,7 +100,7 @@ def test_larger_than_the_budget_says_both_numbers_and_leaves_nothing() -> None:
     store = PICacheStore(device_bytes=2 * NBYTES, host_bytes=10 * NBYTES)
     use(store, "k1")
     with pytest.raises(PICacheTooLargeError, match=rf"has {9 * 8} bytes.*budget is {2 * NBYTES}; raise device_bytes"):
-        store.acquire(["k1", "k2"], Compiler(tokens=9)(["k1", "k2"]))
+        acquire(store, ["k1", "k2"], Compiler(tokens=9))
     store.check_integrity()
     assert (store.lookup("k1"), store.lookup("k2")) == ("device", None)
     assert store.stats().in_use == 0
@@ -112,17 +108,17 @@ def test_larger_than_the_budget_says_both_numbers_and_leaves_nothing() -> None:
     assert issubclass(StoreFullError, RuntimeError)
 
 
-def test_compile_may_use_the_store_but_not_for_its_own_key() -> None:
+def test_who_compiles_may_use_the_store_but_not_for_the_same_key() -> None:
     store = PICacheStore(device_bytes=2 * NBYTES)
 
-    def compile(indices: list[int]) -> list[TokenPICache]:
+    with store.acquire(["k1"]) as held:
+        assert held.missing() == ["k1"]
         assert use(store, "k2") == ["compiled"]
         with pytest.raises(RuntimeError, match="which it is compiling itself"):
             use(store, "k3", "k1")
         assert use(store, "k3") == ["compiled"]  # its claim was dropped with the error
-        return [pic("k1")]
-
-    store.acquire(["k1"], compile)[0].release()
+        held.add([pic("k1")])
+        assert held.missing() == []
     store.check_integrity()
 
 
@@ -188,18 +184,18 @@ def test_cuda_to_host_to_disk_and_back(tmp_path: Path) -> None:
     store = PICacheStore(device="cuda", device_bytes=NBYTES, host_bytes=NBYTES, disk_path=tmp_path)
     assert use(store, "k1") + use(store, "k2") + use(store, "k3") == ["compiled"] * 3
     for key, tier in (("k2", "host"), ("k1", "disk")):
-        with hold(store, key) as handles:
-            assert handles[0].tier == tier
-            assert handles[0].picache.token_ids.device.type == "cuda"
-            assert handles[0].picache.token_ids.tolist() == pic(key).token_ids.tolist()
+        with hold(store, key) as held:
+            assert held[key].tier == tier
+            assert held[key].picache.token_ids.device.type == "cuda"
+            assert held[key].picache.token_ids.tolist() == pic(key).token_ids.tolist()
 
 
 def test_another_device_holds_its_own_copies() -> None:
     keys, ids = torch.zeros(1, TOKENS, 2), torch.arange(TOKENS)
     made = DecoderPICache("fp", (keys,), (keys,), ids)
     store = PICacheStore(device="meta", device_bytes=made.nbytes, host_bytes=made.nbytes)
-    with store.acquire(["k1"], lambda missing: [made]) as handles:
-        found = handles[0].picache
+    with acquire(store, ["k1"], lambda missing: [made]) as held:
+        found = held["k1"].picache
         assert found.keys[0].device.type == found.values[0].device.type == "meta"
         assert found.token_ids is ids  # read by the host, so they stay there
 

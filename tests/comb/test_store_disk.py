@@ -16,7 +16,7 @@ import comb.cache.atomic
 from comb.cache.picache_file import serialize
 from comb.cache.store import PICacheStore
 from comb.cache.tiers import SUFFIX
-from tests.helpers.stores import NBYTES, Compiler, files, hold, pic, use
+from tests.helpers.stores import NBYTES, files, hold, pic, use
 
 
 def test_a_new_store_finds_the_files_in_their_order_of_use(tmp_path: Path) -> None:
@@ -156,8 +156,7 @@ def test_a_folder_deleted_under_us_is_no_crash(tmp_path: Path) -> None:
         for path in folder.iterdir():
             path.unlink()
         folder.rmdir()
-    with store.acquire(["k1"], Compiler()(["k1"])) as handles:
-        assert handles[0].tier == "compiled"
+    assert use(store, "k1") == ["compiled"]
     assert store.stats().tiers["disk"].write_errors == 1
     store.check_integrity()
 

@@ -6,7 +6,9 @@ import shutil
 import tempfile
 from collections import Counter
 from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -16,9 +18,9 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 from hypothesis.stateful import run_state_machine_as_test as run_machine
 
 from comb.cache.picache import TokenPICache
-from comb.cache.store import PICacheRef, PICacheStore, PICacheTooLargeError, StoreFullError
+from comb.cache.store import AcquiredPICaches, PICacheStore, PICacheTooLargeError, StoreFullError
 from comb.cache.tiers import SUFFIX
-from tests.helpers.stores import files
+from tests.helpers.stores import acquire, files
 
 SIZES = {"a": 8, "b": 8, "c": 16, "d": 16, "e": 24, "f": 32, "huge": 72}  # bytes
 DEVICE_BYTES, HOST_BYTES = 64, 40
@@ -72,7 +74,7 @@ class Model:
             self._move_down(evicted)
             for key in tiers:
                 self.references[key] -= 1
-        self.references.update(keys)
+        self.references.update(unique)
         return tiers
 
     def _promote(self, key: str, tiers: dict[str, str], evicted: list[tuple[str, bool]]) -> bool:
@@ -137,14 +139,25 @@ class Model:
         return known
 
 
+@dataclass
+class Handle:
+    """What a call holds, with the generations that it must show, and which were removed meanwhile."""
+
+    held: AcquiredPICaches
+    generations: dict[str, int]
+    removed: set[str] = field(default_factory=set)
+
+    def entries(self) -> dict[str, Any]:
+        return {key: entry for key, (entry, _) in self.held._held.items()}
+
+
 class StoreMachine(RuleBasedStateMachine):
     @initialize()
     def start(self) -> None:
         self.folder = Path(tempfile.mkdtemp())
         self.now = 0.0
         self.model = Model()
-        self.handles: list[tuple[PICacheRef, int]] = []  # with the generation that they must show
-        self.removed: list[PICacheRef] = []
+        self.handles: list[Handle] = []
         self.open()
 
     def open(self) -> None:
@@ -161,10 +174,10 @@ class StoreMachine(RuleBasedStateMachine):
 
     @rule(keys=REQUESTS, ttl_s=st.sampled_from([None, None, 5, 10]))
     def use(self, keys: list[str], ttl_s: float | None) -> None:
-        held = len(self.handles)
+        before = len(self.handles)
         self.acquire(keys, ttl_s, compiles=True)
-        while len(self.handles) > held:
-            self.let_go(len(self.handles) - 1)
+        if len(self.handles) > before:
+            self.let_go(before)
 
     @rule(keys=REQUESTS, ttl_s=st.sampled_from([None, None, 5, 10]))
     def hold(self, keys: list[str], ttl_s: float | None) -> None:
@@ -178,22 +191,21 @@ class StoreMachine(RuleBasedStateMachine):
         generation = self.model.generation.copy()
         expected = self.model.acquire(keys, None if ttl_s is None else self.now + ttl_s, compiles)
 
-        def compile(indices: list[int]) -> list[TokenPICache]:
+        def compile(missing: list[str]) -> list[TokenPICache]:
             assert compiles or 1 // 0
-            generation.update(keys[index] for index in indices)
+            generation.update(missing)
             return [
-                TokenPICache("fp", torch.full((SIZES[keys[i]] // 8,), generation[keys[i]], dtype=torch.int64))
-                for i in indices
+                TokenPICache("fp", torch.full((SIZES[key] // 8,), generation[key], dtype=torch.int64))
+                for key in missing
             ]
 
         if isinstance(expected, type):
             with pytest.raises(expected):
-                self.store.acquire(keys, compile, ttl_s=ttl_s)
+                acquire(self.store, keys, compile, ttl_s)
         else:
-            handles = self.store.acquire(keys, compile, ttl_s=ttl_s)
-            assert [handle.key for handle in handles] == keys
-            assert {handle.key: handle.tier for handle in handles} == expected
-            self.handles += [(handle, generation[handle.key]) for handle in handles]
+            held = acquire(self.store, keys, compile, ttl_s)
+            assert {key: ref.tier for key, ref in held.items()} == expected
+            self.handles.append(Handle(held, {key: generation[key] for key in held}))
         assert generation == self.model.generation, "compiled another set of keys than the model"
 
     @precondition(lambda self: self.handles)
@@ -202,20 +214,19 @@ class StoreMachine(RuleBasedStateMachine):
         self.let_go(data.draw(st.integers(0, len(self.handles) - 1)))
 
     def let_go(self, index: int) -> None:
-        handle, _ = self.handles.pop(index)
-        entry = handle._entry
-        handle.release()
-        handle.release()
-        if handle not in self.removed:
-            self.model.references[handle.key] -= 1
-            return
-        self.removed.remove(handle)
-        if not any(other._entry is entry for other in self.removed):
-            self.model.removed_bytes -= SIZES[handle.key]
+        handle = self.handles.pop(index)
+        entries = handle.entries()
+        handle.held.release()
+        handle.held.release()
+        for key in handle.generations.keys() - handle.removed:
+            self.model.references[key] -= 1
+        for key in handle.removed:
+            if not any(other.entries().get(key) is entries[key] for other in self.handles):
+                self.model.removed_bytes -= SIZES[key]
 
     def forget(self, key: str) -> bool:
-        in_use = [handle for handle, _ in self.handles if handle.key == key and handle not in self.removed]
-        self.removed += in_use
+        for handle in self.handles:
+            handle.removed |= handle.generations.keys() & {key}
         return self.model.remove(key)
 
     @rule(key=KEYS)
@@ -275,20 +286,20 @@ class StoreMachine(RuleBasedStateMachine):
         self.model.disk, self.model.generation = set(files(self.folder)), old.generation
         self.model.damaged = old.damaged & self.model.disk
         self.model.expires_at = dict.fromkeys(self.model.disk, float("inf"))
-        self.handles, self.removed = [], []
+        self.handles = []
         self.open()
 
     @precondition(lambda self: self.model.disk - self.model.damaged)
     @rule(data=st.data(), vanish=st.sampled_from([False] * 3 + [True]))
     def damage(self, data: st.DataObject, vanish: bool) -> None:
-        key = data.draw(st.sampled_from(sorted(self.model.disk - self.model.damaged)))
-        path = self.folder / f"{key}{SUFFIX}"
-        content = bytearray(path.read_bytes())
-        content[-1] ^= 0xFF
-        path.unlink()
-        if not vanish:
-            path.write_bytes(content)
-        self.model.damaged.add(key)
+        for key in data.draw(st.sets(st.sampled_from(sorted(self.model.disk - self.model.damaged)), min_size=1)):
+            path = self.folder / f"{key}{SUFFIX}"
+            content = bytearray(path.read_bytes())
+            content[-1] ^= 0xFF
+            path.unlink()
+            if not vanish:
+                path.write_bytes(content)
+            self.model.damaged.add(key)
 
     @invariant()
     def consistent(self) -> None:
@@ -297,8 +308,9 @@ class StoreMachine(RuleBasedStateMachine):
         self.store.check_integrity()
         for key in SIZES:
             assert self.store.lookup(key) == self.model.lookup(key), key
-        for handle, generation in self.handles:
-            assert handle.picache.token_ids.tolist() == [generation] * (SIZES[handle.key] // 8)
+        for handle in self.handles:
+            for key, generation in handle.generations.items():
+                assert handle.held[key].picache.token_ids.tolist() == [generation] * (SIZES[key] // 8)
         stats = self.store.stats()
         assert stats.tiers["device"].bytes == sum(self.model.device.values()) + self.model.removed_bytes
         assert stats.tiers["host"].bytes == sum(self.model.host.values())
@@ -306,7 +318,7 @@ class StoreMachine(RuleBasedStateMachine):
         # no file is left behind; a damaged one may be gone
         assert self.model.disk - self.model.damaged <= set(files(self.folder)) <= self.model.disk
         assert stats.pinned == sum(count > 0 for count in self.model.pins.values())
-        assert stats.in_use == len({id(handle._entry) for handle, _ in self.handles})
+        assert stats.in_use == len({id(e) for handle in self.handles for e in handle.entries().values()})
 
 
 SETTINGS = settings(
@@ -340,6 +352,6 @@ def test_the_machine_finds_a_broken_store(
     target: str, mutant: Callable[..., object], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(target, mutant)
-    quick = settings(SETTINGS, database=None, derandomize=True, max_examples=300, phases=[Phase.generate])
+    quick = settings(SETTINGS, database=None, derandomize=True, max_examples=600, phases=[Phase.generate])
     with pytest.raises((AssertionError, pytest.fail.Exception)):
         run_machine(StoreMachine, settings=quick)

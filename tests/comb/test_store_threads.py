@@ -12,7 +12,7 @@ import torch
 
 from comb.cache.picache import TokenPICache
 from comb.cache.store import PICacheStore
-from tests.helpers.stores import NBYTES, Compiler, files, pic, use
+from tests.helpers.stores import NBYTES, Compiler, acquire, files, pic, use
 
 
 def in_threads(count: int, work: Callable[[int], None]) -> None:
@@ -43,9 +43,9 @@ def test_sixteen_threads_compile_each_key_once() -> None:
 
     def work(index: int) -> None:
         keys = names[index % 8 :] + names[: index % 8]  # everyone starts elsewhere
-        with store.acquire(keys, compiler(keys)) as handles:
-            for key, handle in zip(keys, handles, strict=True):
-                assert handle.picache.token_ids[0] == int(key[1:])
+        with acquire(store, keys, compiler) as held:
+            for key in keys:
+                assert held[key].picache.token_ids[0] == int(key[1:])
 
     in_threads(16, work)
     assert sorted(compiler.compiled) == names
@@ -58,7 +58,7 @@ def test_a_failing_thread_hands_over_to_a_waiting_one() -> None:
     store, compiler = PICacheStore(), Compiler()
     compiling, go = threading.Event(), threading.Event()
 
-    def slow_and_failing(indices: list[int]) -> list[TokenPICache]:
+    def slow_and_failing(keys: list[str]) -> list[TokenPICache]:
         compiling.set()
         assert go.wait(10)
         raise RuntimeError("compile failed")
@@ -66,12 +66,12 @@ def test_a_failing_thread_hands_over_to_a_waiting_one() -> None:
     def work(index: int) -> None:
         if index == 0:
             with pytest.raises(RuntimeError, match="compile failed"):
-                store.acquire(["k1"], slow_and_failing)
+                acquire(store, ["k1"], slow_and_failing)
             return
         assert compiling.wait(10)
         threading.Timer(0.05, go.set).start()
-        with store.acquire(["k1"], compiler(["k1"])) as handles:
-            assert handles[0].picache.token_ids[0] == 1
+        with acquire(store, ["k1"], compiler) as held:
+            assert held["k1"].picache.token_ids[0] == 1
 
     in_threads(5, work)
     assert compiler.compiled == ["k1"]
@@ -82,15 +82,14 @@ def test_a_failing_thread_hands_over_to_a_waiting_one() -> None:
 def test_removed_while_being_compiled_is_not_stored(forget: str) -> None:
     store = PICacheStore()
 
-    def compile(indices: list[int]) -> list[TokenPICache]:
+    with store.acquire(["k1"]) as held:
+        assert held.missing() == ["k1"]
         if forget == "clear":
             store.clear()
         else:
             assert store.remove("k1")
-        return [pic("k1")]
-
-    with store.acquire(["k1"], compile) as handles:
-        assert handles[0].picache.token_ids[0] == 1
+        held.add([pic("k1")])
+        assert held["k1"].picache.token_ids[0] == 1
         assert store.lookup("k1") is None
         store.check_integrity()
     assert store.stats().tiers["device"].bytes == 0
@@ -129,9 +128,9 @@ def test_many_threads_with_small_budgets_stay_consistent(tmp_path: Path) -> None
                 store.remove(keys[0])
             if step % 11 == 10:
                 store.flush()
-            with store.acquire(keys, Compiler()(keys), ttl_s=0.02 if step % 5 == 0 else None) as handles:
-                for key, handle in zip(keys, handles, strict=True):
-                    assert set(handle.picache.token_ids.tolist()) == {int(key[1:])}
+            with acquire(store, keys, Compiler(), 0.02 if step % 5 == 0 else None) as held:
+                for key in keys:
+                    assert set(held[key].picache.token_ids.tolist()) == {int(key[1:])}
                 store.check_integrity()
 
     in_threads(6, work)

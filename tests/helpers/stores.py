@@ -5,11 +5,12 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any
 
 import torch
 
 from comb.cache.picache import TokenPICache
-from comb.cache.store import PICacheRefs, PICacheStore
+from comb.cache.store import AcquiredPICaches, PICacheStore
 from comb.cache.tiers import SUFFIX
 
 TOKENS = 4
@@ -31,34 +32,45 @@ class Compiler:
         self.tokens = tokens
         self.compiled: list[str] = []
 
-    def __call__(self, keys: Sequence[str]) -> Callable[[list[int]], list[TokenPICache]]:
-        def compile(indices: list[int]) -> list[TokenPICache]:
-            self.compiled += [keys[index] for index in indices]
-            return [pic(keys[index], self.tokens) for index in indices]
-
-        return compile
+    def __call__(self, keys: Sequence[str]) -> list[TokenPICache]:
+        self.compiled += keys
+        return [pic(key, self.tokens) for key in keys]
 
 
 def pic(key: str, tokens: int = TOKENS) -> TokenPICache:
     return TokenPICache("fp", torch.full((tokens,), int(key[1:]), dtype=torch.int64))
 
 
+def acquire(
+    store: PICacheStore, keys: Sequence[str], compile: Callable[[list[str]], Sequence[Any]], ttl_s: float | None = None
+) -> AcquiredPICaches:
+    """Holds all of them, or raises."""
+    held = store.acquire(keys, ttl_s=ttl_s)
+    try:
+        while missing := held.missing():
+            held.add(compile(missing))
+    except BaseException:
+        held.release()
+        raise
+    return held
+
+
 def use(store: PICacheStore, *keys: str, ttl_s: float | None = None) -> list[str]:
     """Acquires and releases; returns the tiers. Checks the contents and the store."""
-    with store.acquire(keys, Compiler()(keys), ttl_s=ttl_s) as handles:
-        for key, handle in zip(keys, handles, strict=True):
-            assert handle.picache.token_ids.tolist() == pic(key).token_ids.tolist()
-            assert handle.hit == (handle.tier != "compiled")
-        tiers = [handle.tier for handle in handles]
+    with acquire(store, keys, Compiler(), ttl_s) as held:
+        for key in keys:
+            assert held[key].picache.token_ids.tolist() == pic(key).token_ids.tolist()
+            assert held[key].hit == (held[key].tier != "compiled")
+        tiers = [held[key].tier for key in keys]
     store.check_integrity()
     return tiers
 
 
-def hold(store: PICacheStore, *keys: str) -> PICacheRefs:
-    return store.acquire(keys, Compiler()(keys))
+def hold(store: PICacheStore, *keys: str) -> AcquiredPICaches:
+    return acquire(store, keys, Compiler())
 
 
-def fail(indices: list[int]) -> list[TokenPICache]:
+def fail(keys: list[str]) -> list[TokenPICache]:
     raise RuntimeError("compile failed")
 
 

@@ -88,21 +88,22 @@ class EncoderWorker:
 
     def _keep_and_fill(self, jobs: Sequence[EncodeJob], compiled: dict[str, Any]) -> list[str]:
         """Fills the pools from the store, or without one. What had to be computed is in `compiled`, come what may."""
+        ids = {job.key: job.token_ids for job in jobs}
 
-        def compile(missing: Sequence[int]) -> list[Any]:
-            new = [jobs[index] for index in missing if jobs[index].key not in compiled]
-            if new:
-                picaches = self.method.compile([job.token_ids for job in new])
-                compiled.update(zip((job.key for job in new), picaches, strict=True))
-            return [compiled[jobs[index].key] for index in missing]
+        def encode(keys: Sequence[str]) -> list[Any]:
+            if new := [key for key in keys if key not in compiled]:
+                compiled.update(zip(new, self.method.compile([ids[key] for key in new]), strict=True))
+            return [compiled[key] for key in keys]
 
         if self.store is None:
-            self._fill(jobs, compile(range(len(jobs))))
+            self._fill(jobs, encode([job.key for job in jobs]))
             return ["encoded"] * len(jobs)
-        with self.store.acquire([job.key for job in jobs], compile) as handles:
-            self._fill(jobs, [handle.picache for handle in handles])
+        with self.store.acquire(list(ids)) as held:
+            while missing := held.missing():
+                held.add(encode(missing))
+            self._fill(jobs, [held[job.key].picache for job in jobs])
             # the store's uppermost tier is this process's memory
-            return [{"compiled": "encoded", "device": "host"}.get(handle.tier, "disk") for handle in handles]
+            return [{"compiled": "encoded", "device": "host"}.get(held[job.key].tier, "disk") for job in jobs]
 
     def _fill(self, jobs: Sequence[EncodeJob], picaches: Sequence[Any]) -> None:
         """Returns when other processes can read them.

@@ -9,7 +9,7 @@ from __future__ import annotations
 import logging
 import queue
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, ClassVar
@@ -43,10 +43,6 @@ class PoolRowsPICache(PICache):
         return len(self.rows)
 
 
-class _NotKeptError(KeyError):
-    """No tier has the document."""
-
-
 class KeptDocuments:
     """One rank's lower tiers, in a store on the host (`kept_store`)."""
 
@@ -72,21 +68,15 @@ class KeptDocuments:
 
     def fetch(self, key: str) -> tuple[Tensor, str] | None:
         """A document's rows on the host, and the tier that had it ("host" or "disk"); None if none has."""
-
-        def compile(_: Sequence[int]) -> Sequence[PICache]:
-            raise _NotKeptError(key)
-
         try:
-            with self._store.acquire([key], compile) as found:
-                picache, tier = found[0].picache, found[0].tier
-        except _NotKeptError:
-            return None
+            with self._store.acquire([key]) as held:
+                found = None if held.missing() else held[key]
         except Exception as error:
             logger.warning("document %s is compiled again: %s", key[:12], error)
             return None
-        if not isinstance(picache, PoolRowsPICache):
+        if found is None or not isinstance(found.picache, PoolRowsPICache):
             return None
-        return picache.rows, "host" if tier == "device" else "disk"  # the store's uppermost tier is host memory
+        return found.picache.rows, "host" if found.tier == "device" else "disk"  # the uppermost one is host memory
 
     def nbytes(self) -> dict[str, int]:
         """What is kept, by tier."""
@@ -107,7 +97,9 @@ class KeptDocuments:
 
     def _admit(self, key: str, rows: Tensor, gathered: Any) -> None:
         picache = PoolRowsPICache(key, rows.clone() if gathered is None else self._to_host(rows, gathered))
-        self._store.acquire([key], lambda _: [picache]).release()
+        with self._store.acquire([key]) as held:
+            if held.missing():
+                held.add([picache])
 
     def _to_host(self, rows: Tensor, gathered: Any) -> Tensor:
         """A copy behind `gathered`: streams are a thread's own, and this one's knows nothing of the engine's."""
