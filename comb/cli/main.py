@@ -278,16 +278,18 @@ def push(
     from comb.backbones.adapter import AdapterConfig
     from comb.backbones.loading import load_config
     from comb.hub.errors import UploadFailedError
-    from comb.hub.push import plan_push
-    from comb.hub.push import push as upload
+    from comb.hub.push import plan_push, upload
     from comb.model.weights import check_headers
 
     config = load_config(folder) if (folder / "config.json").is_file() else None
     if isinstance(config, AdapterConfig):
         check_headers(folder, config)
+    api = HfApi()
     try:
-        plan = plan_push(folder, repo, api=HfApi(), private=private)
+        plan = plan_push(folder, repo, api=api, private=private)
     except UploadFailedError as error:
+        if not dry_run:
+            raise
         plan = plan_push(folder, repo, private=private)
         errors.print(f"[yellow]warning:[/] {escape(str(error))}; what was edited there is not shown here")
     for name, size in plan.files:
@@ -302,7 +304,7 @@ def push(
         size = sum(size for _, size in plan.files)
         console.print(f"dry run: nothing was uploaded to {repo} ({len(plan.files)} files, {size:,d} bytes)")
         return
-    console.print(upload(folder, repo, private=private), soft_wrap=True)
+    console.print(upload(plan, api), soft_wrap=True)
 
 
 @cache

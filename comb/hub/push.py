@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import fnmatch
 import json
+import logging
 import math
 import tempfile
 from collections.abc import Mapping, Sequence
@@ -23,10 +24,11 @@ from comb.backbones.loading import is_hub_id, load_config
 from comb.backbones.unpublished import public
 from comb.documents.files import read_text
 from comb.hub.card.facts import RESULTS, TRAINING
-from comb.hub.card.parts import Card, edited_last, parse_card
-from comb.hub.card.render import render
+from comb.hub.card.render import Card, render
 from comb.hub.errors import explained
 from comb.hub.redaction import holds_secret, known_secrets, named_secrets, redact_json
+
+logger = logging.getLogger(__name__)
 
 CARD = "README.md"
 
@@ -46,6 +48,9 @@ class PushPlan:
     `parent` is the commit that the push goes on from.
     """
 
+    folder: Path
+    repo: str
+    private: bool
     files: tuple[tuple[str, int], ...]
     left_out: tuple[str, ...]
     card: str
@@ -57,7 +62,7 @@ class PushPlan:
 def write_card(config: Any, folder: Path) -> None:
     """Writes the generated part of the model card, and leaves alone what a person wrote."""
     weights = read_weights(folder, config.parts) if any(folder.glob("model*.safetensors")) else (None, None)
-    card = render(config, folder, folder.name, read_card(folder), weights)
+    card, _ = render(config, folder, folder.name, weights, here=read_card(folder))
     (folder / CARD).write_text(str(card), encoding="utf-8")
 
 
@@ -80,7 +85,7 @@ def plan_push(folder: str | Path, repo: str, *, api: HfApi | None = None, privat
 
     Raises:
         ValueError: if the folder is no adapter, its weights file holds more than one, a file holds a token, the name
-            is none the Hub takes, the card was edited in both places, or the repository is public and shouldn't be.
+            is none the Hub takes, or the repository is public and shouldn't be.
         UploadFailedError: if the Hub can't be asked.
     """
     folder = Path(folder)
@@ -97,10 +102,8 @@ def plan_push(folder: str | Path, repo: str, *, api: HfApi | None = None, privat
         raise ValueError(f"{folder} holds a checkpoint of model_type {config.model_type!r}, not a COMB adapter")
     damage.check_files(folder)
     weights = read_weights(folder, config.parts)
-    here, there, parent = read_card(folder), None, None
-    if api is not None:
-        there, parent = _read_remote(api, repo, private)
-    card = render(config, folder, repo, edited_last(here, there, repo), weights, api=api, pushing=True)
+    there, parent = (None, None) if api is None else _read_remote(api, repo, private)
+    card, replaces = render(config, folder, repo, weights, here=read_card(folder), there=there, api=api)
     names = {str(path.relative_to(folder)) for path in folder.rglob("*") if path.is_file()} | {CARD}
     # fnmatch's * crosses slashes; only files at the top are published
     chosen = {name for name in names if "/" not in name and any(fnmatch.fnmatch(name, p) for p in PUBLISHED)}
@@ -108,7 +111,15 @@ def plan_push(folder: str | Path, repo: str, *, api: HfApi | None = None, privat
     token = api.token if api is not None and isinstance(api.token, str) else None
     found = _without_secrets(folder, chosen, contents, known_secrets(token, get_token()))
     sizes = {name: len(contents[name]) if name in contents else (folder / name).stat().st_size for name in chosen}
+    if replaces:
+        found.append(
+            f"{CARD} on the Hub has words of a person's that the folder's hasn't, and is replaced; they stay in "
+            f"https://huggingface.co/{repo}/blob/{parent}/{CARD}"
+        )
     return PushPlan(
+        folder,
+        repo,
+        private,
         files=tuple(sorted(sizes.items())),
         left_out=tuple(sorted(names - chosen)),
         card=str(card),
@@ -119,7 +130,7 @@ def plan_push(folder: str | Path, repo: str, *, api: HfApi | None = None, privat
 
 
 def push(folder: str | Path, repo: str, *, private: bool = False, api: HfApi | None = None) -> str:
-    """Uploads an adapter to the Hub (`HF_TOKEN` or a login is used) in one commit. Returns the commit's address.
+    """Plans and uploads (`HF_TOKEN` or a login is used); the plan's warnings are logged. Returns the commit's address.
 
     Raises:
         ValueError: as `plan_push` does, before anything is uploaded.
@@ -127,16 +138,24 @@ def push(folder: str | Path, repo: str, *, private: bool = False, api: HfApi | N
     """
     api = api or HfApi()
     plan = plan_push(folder, repo, api=api, private=private)
+    for warning in plan.warnings:
+        logger.warning("%s", warning)
+    return upload(plan, api)
+
+
+def upload(plan: PushPlan, api: HfApi) -> str:
+    """Uploads what was planned in one commit. Returns its address.
+
+    Raises:
+        UploadFailedError: if the Hub refuses or can't be reached: then nothing of the push is there.
+    """
+    repo = plan.repo
     with explained(f"the repository {repo} could not be made or opened, nothing was uploaded"):
-        api.create_repo(repo, private=private, exist_ok=True)
+        api.create_repo(repo, private=plan.private, exist_ok=True)
     # one commit: files appear all together or not at all. The client retries requests, and sends no file a second time
-    operations = [CommitOperationAdd(name, plan.contents.get(name, Path(folder) / name)) for name, _ in plan.files]
+    operations = [CommitOperationAdd(name, plan.contents.get(name, plan.folder / name)) for name, _ in plan.files]
     with explained(f"the upload to {repo} failed, and nothing of it is there; the same command goes on"):
-        done = api.create_commit(
-            repo, operations, commit_message="Upload comb adapter", parent_commit=plan.parent
-        )  # fmt: skip
-    # only now: the card's record says what was pushed
-    (Path(folder) / CARD).write_text(plan.card, encoding="utf-8")
+        done = api.create_commit(repo, operations, commit_message="Upload comb adapter", parent_commit=plan.parent)
     return str(done.commit_url)
 
 
@@ -168,7 +187,7 @@ def read_weights(folder: Path, parts: Sequence[str]) -> tuple[str, int]:
 def read_card(folder: Path) -> Card | None:
     """The card in a folder, None without one. Raises ValueError if it can't be read."""
     path = folder / CARD
-    return parse_card(read_text(path), str(path)) if path.exists() else None
+    return Card.parse(read_text(path), str(path)) if path.exists() else None
 
 
 def _read_remote(api: HfApi, repo: str, private: bool) -> tuple[Card | None, str | None]:
@@ -189,7 +208,7 @@ def _read_remote(api: HfApi, repo: str, private: bool) -> tuple[Card | None, str
             f"{repo} is on the Hub already, and public: --private holds for new repositories. Make it private in its "
             "settings, or take another name"
         )
-    return None if text is None else parse_card(text, f"{repo}/{CARD} on the Hub"), info.sha
+    return None if text is None else Card.parse(text, f"{repo}/{CARD} on the Hub"), info.sha
 
 
 def _warnings(config: Any, card: Card, names: set[str]) -> tuple[str, ...]:

@@ -159,29 +159,31 @@ def test_push_and_load_by_id(
     assert not torch.equal(torch.load(without), logits)  # the adapter's weights do matter
 
 
-def test_what_was_edited_on_the_hub_or_here_is_kept(adapter: Path, hub: Hub, api: HfApi) -> None:
+def test_words_of_the_folder_go_before_those_on_the_hub(
+    adapter: Path, hub: Hub, api: HfApi, caplog: pytest.LogCaptureFixture
+) -> None:
     push(adapter, "me/tiny", api=api)
     first = on_the_hub(hub)
     assert "license: llama3.1" in first
     assert "llama3.1, from the card of owner/backbone" in first
     edited = first.replace("license: llama3.1", "license: mit").replace("---\n\n<!--", "---\n\nFrom the web.\n\n<!--")
     hub.repositories["me/tiny"].commit({"README.md": edited.encode()}, "edit README.md")
-    push(adapter, "me/tiny", api=api)
+    for _ in range(2):  # the folder has none
+        push(adapter, "me/tiny", api=api)
+        assert ModelCard(on_the_hub(hub)).data.license == "mit"
+        assert "From the web." in on_the_hub(hub)
     here = adapter / "README.md"
-    assert here.read_text() == on_the_hub(hub)
-    assert ModelCard(on_the_hub(hub)).data.license == "mit"
     here.write_text(here.read_text().replace("tags:", "language: en\ntags:") + "\n## Limits\nFrom here.\n")
+    replaced, _ = hub.repositories["me/tiny"].commits[0]
     push(adapter, "me/tiny", api=api)
-    both = on_the_hub(hub)
-    assert ModelCard(both).data.license == "mit"
-    assert ModelCard(both).data.language == "en"
-    assert "From the web." in both
-    assert both.endswith("## Limits\nFrom here.\n")
-    # taken back on the Hub, it goes here too; and nothing to say is said twice
-    hub.repositories["me/tiny"].commit({"README.md": both.replace("From the web.", "").encode()}, "edit README.md")
+    card = ModelCard(on_the_hub(hub))
+    assert (card.data.license, card.data.language) == ("llama3.1", "en")
+    assert on_the_hub(hub).endswith("## Limits\nFrom here.\n")
+    (said,) = (record.message for record in caplog.records if "words of a person's" in record.message)
+    assert f"https://huggingface.co/me/tiny/blob/{replaced}/README.md" in said
+    caplog.clear()
     push(adapter, "me/tiny", api=api)
-    assert "From the web." not in here.read_text()
-    assert on_the_hub(hub).count("From here.") == 1
+    assert "words" not in caplog.text
 
 
 def test_a_new_folder_takes_the_hubs_edits(adapter: Path, hub: Hub, api: HfApi) -> None:
@@ -204,29 +206,13 @@ def test_a_card_written_on_the_hub_by_hand_stays(adapter: Path, hub: Hub, api: H
     assert any("no generated part" in warning for warning in plan.warnings)
 
 
-def test_an_edit_in_both_places_is_a_persons_to_settle(adapter: Path, hub: Hub, api: HfApi) -> None:
-    push(adapter, "me/tiny", api=api)
-    edited = on_the_hub(hub).replace("license: llama3.1", "license: gpl")
-    hub.repositories["me/tiny"].commit({"README.md": edited.encode()}, "edit README.md")
-    here = adapter / "README.md"
-    here.write_text(here.read_text().replace("license: llama3.1", "license: mit"))
-    before = here.read_text()
-    with pytest.raises(ValueError, match=r"both in the folder and on the Hub.*until the two are alike"):
-        push(adapter, "me/tiny", api=api)
-    assert on_the_hub(hub) == edited
-    assert here.read_text() == before
-    here.write_text(here.read_text().replace("license: mit", "license: gpl"))
-    push(adapter, "me/tiny", api=api)
-    assert ModelCard(on_the_hub(hub)).data.license == "gpl"
-
-
 def test_an_upload_that_fails_leaves_nothing_and_goes_on(adapter: Path, hub: Hub, api: HfApi) -> None:
     card = (adapter / "README.md").read_text()
     hub.failures.append(Failure("/commit/", 500, times=99))
     with pytest.raises(UploadFailedError, match=r"nothing of it is there; the same command goes on.*500"):
         push(adapter, "me/tiny", api=api)
     assert hub.repos["me/tiny"] == {}
-    assert (adapter / "README.md").read_text() == card  # nothing was pushed, so nothing is noted as pushed
+    assert (adapter / "README.md").read_text() == card
     hub.failures.clear()
     push(adapter, "me/tiny", api=api)
     assert set(hub.repos["me/tiny"]) == {"config.json", "generation_config.json", "model.safetensors", "README.md"}

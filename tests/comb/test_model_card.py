@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -16,8 +15,7 @@ from comb import CombForCausalLM
 from comb.backbones import backbones
 from comb.documents.datasets import hub_id
 from comb.hub.card.facts import read_evaluations
-from comb.hub.card.parts import TAGS, Card, edited_last, with_own
-from comb.hub.card.render import inherited_licence
+from comb.hub.card.render import TAGS, inherited_licence
 from comb.hub.push import plan_push, refresh_card
 from comb.hub.redaction import holds_secret, redact_json
 from tests.helpers.families import open_gates, tiny
@@ -237,28 +235,6 @@ def test_a_broken_header_is_named(adapter: Path) -> None:
     edit(adapter / "README.md", "library_name: comb", "library_name: [comb")
     with pytest.raises(ValueError, match=r"README\.md: the header between the --- lines is not valid YAML"):
         refresh_card(adapter)
-
-
-@pytest.mark.parametrize("here", ["", "a", "b"])
-@pytest.mark.parametrize("there", ["", "a", "b"])
-@pytest.mark.parametrize("pushed", ["", "a", "b"])
-def test_whoever_wrote_last_is_asked_and_both_are_refused(here: str, there: str, pushed: str) -> None:
-    def card(text: str) -> Card:
-        return with_own(Card({"library_name": "comb"}, body="generated"), Card(before=text, body=""), pushing=True)
-
-    on_the_hub = replace(card(pushed), before=there)  # edited since its record was made
-    here_now = replace(card(pushed), before=here)
-    changed = {text for text in (here, there) if text != pushed}  # the definition
-    if here and there and len(changed) > 1:
-        with pytest.raises(ValueError, match="both in the folder and on the Hub"):
-            edited_last(here_now, on_the_hub, "me/x")
-        return
-    found = edited_last(here_now, on_the_hub, "me/x")
-    assert found is not None
-    if len(changed) < 2:
-        assert found.before.strip() == next(iter(changed), pushed)
-    else:  # one side took all its own text out, the other wrote some: it is kept
-        assert found.before.strip() == (here or there)
 
 
 def test_the_licence_is_the_backbones_or_not_known(adapter: Path, tmp_path: Path) -> None:

@@ -1,37 +1,143 @@
-"""The generated card: header values for the Hub and the Markdown between the markers, from one template."""
+"""An adapter's card: what comb knows of it, rendered from one template, and what a person wrote around that.
+
+The generated text stands between two markers, and is rewritten on every save; so are the header's values that comb
+knows. All else is a person's.
+"""
 
 from __future__ import annotations
 
+from dataclasses import dataclass, field
 from importlib import metadata
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
-from huggingface_hub import HfApi, ModelCard, ModelCardData
+import yaml
+from huggingface_hub import CardData, HfApi, ModelCard, ModelCardData, RepoCard
 from huggingface_hub.errors import HFValidationError
 from jinja2 import UndefinedError
 
 from comb.backbones import backbones
 from comb.backbones.fingerprint import fingerprint_name
 from comb.backbones.loading import backbone_beside, is_hub_id, resolve_name
+from comb.backbones.packaged import MODELS
 from comb.backbones.unpublished import public
 from comb.hub.card.facts import RESULTS, TRAINING, eval_results, read_evaluations, read_training
-from comb.hub.card.known import KNOWN, SHORT_NAMES
-from comb.hub.card.parts import BEGIN, END, LICENCE, SETTLED, TAGS, Card, parse_card, with_own
 from comb.hub.errors import HUB_ERRORS, reason
 
 # a wheel carries the template inside the package (pyproject.toml), a source tree has it in model_cards/
 _PLACES = (Path(__file__).parent / "template.md", Path(__file__).parents[3] / "model_cards" / "template.md")
 TEMPLATE = next((path for path in _PLACES if path.is_file()), _PLACES[0])
 
+BEGIN, END = "<!-- comb: generated, rewritten on every save -->", "<!-- comb: end of the generated part"
+GENERATED = ("library_name", "pipeline_tag", "base_model", "base_model_relation", "datasets", "metrics", "model-index")
+"""Values of the header that comb writes. `TAGS` are joined with a person's, and of `SETTLED` a person's stay."""
+TAGS = ["comb", "position-independent-caching", "kv-cache", "rag"]
+LICENCE = ("license", "license_name", "license_link")
+SETTLED = (*LICENCE, "language")
 
-def render(
-    config: Any, folder: Path, repo: str, person: Card | None, weights: tuple[str | None, int | None], *,
-    api: HfApi | None = None, pushing: bool = False,
-) -> Card:  # fmt: skip
-    """The card of an adapter, with what `comb train` and `comb eval` left beside it and what a person wrote.
+
+class Rights(NamedTuple):
+    """Licence (as the Hub writes it) and languages of what is on the Hub, as cards are mostly written offline."""
+
+    licence: str
+    languages: tuple[str, ...] = ()
+
+
+SHORT_NAMES = {model.name: model.hub for model in MODELS}
+"""Ids of backbones with a name of comb's."""
+KNOWN = {
+    "HuggingFaceTB/SmolLM2-135M-Instruct": Rights("apache-2.0", ("en",)),
+    "HuggingFaceTB/SmolLM2-360M-Instruct": Rights("apache-2.0", ("en",)),
+    "HuggingFaceTB/SmolLM2-1.7B-Instruct": Rights("apache-2.0", ("en",)),
+    "Qwen/Qwen2.5-Coder-0.5B-Instruct": Rights("apache-2.0", ("en",)),
+    "Qwen/Qwen3-0.6B": Rights("apache-2.0"),
+    "Qwen/Qwen3-4B": Rights("apache-2.0"),
+    "Qwen/Qwen3-8B": Rights("apache-2.0"),
+    "meta-llama/Llama-3.1-8B-Instruct": Rights("llama3.1", ("en", "de", "fr", "it", "pt", "hi", "es", "th")),
+    **dict.fromkeys(("nano", "nano-hybrid", "nano-ledger", "ledger"), Rights("apache-2.0", ("en",))),
+    "facebook/babi_qa": Rights("cc-by-3.0", ("en",)),
+    "google-research-datasets/nq_open": Rights("cc-by-sa-3.0", ("en",)),
+    "hotpotqa/hotpot_qa": Rights("cc-by-sa-4.0", ("en",)),
+    "knkarthick/dialogsum": Rights("cc-by-nc-sa-4.0", ("en",)),
+    "knkarthick/samsum": Rights("cc-by-nc-nd-4.0", ("en",)),
+    "rajpurkar/squad": Rights("cc-by-sa-4.0", ("en",)),
+    "rajpurkar/squad_v2": Rights("cc-by-sa-4.0", ("en",)),
+}
+
+
+@dataclass(frozen=True)
+class Card:
+    """A card in parts.
 
     Args:
-        person: the card as it was. weights: dtype of the adapter's weights, and so of its cache, and their number.
+        header: the YAML header's values.
+        before, after: the text around the generated part; without such a part, all text is in `before`.
+        body: the generated part, None if there is none.
+    """
+
+    header: dict[str, Any] = field(default_factory=dict)
+    before: str = "\n"
+    body: str | None = None
+    after: str = "\n"
+
+    @property
+    def is_own(self) -> bool:
+        """Whether all of the text is a person's: there is some, and no generated part."""
+        return self.body is None and bool(self.before.strip())
+
+    def own(self, looked_up: dict[str, Any]) -> dict[str, Any]:
+        """What a person wrote: header values other than comb's and those that were looked up, and the text around."""
+        found = {name: value for name, value in self.header.items() if name not in (*GENERATED, "tags")}
+        found = {name: value for name, value in found.items() if looked_up.get(name) != value}
+        tags = [tag for tag in self.header.get("tags") or () if tag not in TAGS]
+        texts = {"before": self.before.strip(), "after": self.after.strip()}
+        return {name: value for name, value in {"header": found, "tags": tags, **texts}.items() if value}
+
+    def __str__(self) -> str:
+        text = self.before if self.body is None else f"{self.before}{BEGIN}{self.body}{END} -->{self.after}"
+        return f"---\n{CardData(**self.header).to_yaml()}\n---\n{text}" if self.header else text
+
+    @classmethod
+    def parse(cls, text: str, where: str) -> Card:
+        """Takes a card apart. Raises ValueError, naming `where`, for a header that is no YAML mapping."""
+        text = text.replace("\r\n", "\n")
+        try:
+            card = RepoCard(text) if text.startswith("---") else None
+        except (yaml.YAMLError, ValueError) as error:
+            told = " ".join(str(error).split())
+            raise ValueError(f"{where}: the header between the --- lines is not valid YAML: {told}") from error
+        header, rest = ({}, text) if card is None else (card.data.to_dict(), card.text)  # type: ignore[no-untyped-call]
+        before, begin, generated = rest.partition(BEGIN)
+        body, end, after = generated.partition(END)
+        if not begin or not end:
+            return cls(header, before=rest, after="")
+        return cls(header, before, body, after.partition("-->")[2])  # earlier versions wrote something between
+
+    def with_own(self, person: Card) -> Card:
+        """This generated card with what a person wrote in an earlier one, its header in that one's order."""
+        if person.is_own:
+            return person
+        own = person.own({name: person.header.get(name) for name in SETTLED})
+        header = {**own.get("header", {}), **self.header}
+        if tags := [*self.header.get("tags", ()), *own.get("tags", ())]:
+            header["tags"] = tags
+        header = {name: header[name] for name in dict.fromkeys([*person.header, *header]) if name in header}
+        before, after = (text if text.strip() else "\n" for text in (person.before, person.after))
+        return Card(header, before, self.body, after)
+
+
+def render(
+    config: Any, folder: Path, repo: str, weights: tuple[str | None, int | None], *, here: Card | None = None,
+    there: Card | None = None, api: HfApi | None = None,
+) -> tuple[Card, bool]:  # fmt: skip
+    """The card of an adapter, with what `comb train` and `comb eval` left beside it and what a person wrote.
+
+    And whether it replaces something that a person wrote in the one on the Hub.
+
+    Args:
+        weights: dtype of the adapter's weights, and so of its cache, and their number.
+        here, there: the card as it is in the folder, and on the Hub. A person's words are those in the folder, or where
+            there are none, those on the Hub.
         api: asks the Hub for the backbone's licence; without it, only folders and the Hub's cache here are read.
 
     Raises:
@@ -39,29 +145,31 @@ def render(
     """
     try:
         training, evaluations = read_training(folder), read_evaluations(folder)
-        backbone = config.backbone_name
-        dtype, linked = str(weights[0]).removeprefix("torch."), is_hub_id(backbone)
-        base = backbone if linked else SHORT_NAMES.get(backbone)
-        results, title = eval_results(evaluations, config.method), repo.split("/")[-1]
         sets = [(name, id, KNOWN.get(id or name)) for name, id in (training["datasets"] if training else ())]
-        datasets = dict.fromkeys(id for _, id, _ in sets if id is not None)
-        licence, why, spoken = _licence(config, folder, person, api)
-        languages = sorted({language for *_, known in sets if known for language in known.languages}) or spoken
-        if person is not None and "language" in person.header:
-            languages = person.header["language"]
-        card: ModelCard = ModelCard.from_template(
+        looked_up, why = _looked_up(config, folder, api)
+        spoken, of_sets = looked_up.get("language"), sorted({one for *_, known in sets if known for one in known[1]})
+        looked_up |= {"language": of_sets} if of_sets else {}
+        written = here is not None and (here.is_own or here.own(looked_up))
+        person = (here if written else there or here) or Card()
+        settled, why = _settled(person, looked_up, why, config)
+        results, title = eval_results(evaluations, config.method), repo.split("/")[-1]
+        backbone = config.backbone_name
+        dtype, linked, bundled = str(weights[0]).removeprefix("torch."), is_hub_id(backbone), backbone in backbones
+        base = backbone if linked else SHORT_NAMES.get(backbone)
+        made: ModelCard = ModelCard.from_template(
             ModelCardData(
                 library_name="comb", pipeline_tag="text-generation", tags=TAGS,
                 # the Hub links an adapter to its backbone by this field, which must be a Hub id
-                base_model=base, base_model_relation="adapter" if base else None, language=languages or None,
-                datasets=list(datasets) or None, metrics=list(dict.fromkeys(r.metric_type for r in results)) or None,
-                model_name=title if results else None, eval_results=results or None, **licence,
+                base_model=base, base_model_relation="adapter" if base else None,
+                datasets=list(dict.fromkeys(id for _, id, _ in sets if id is not None)) or None,
+                metrics=list(dict.fromkeys(r.metric_type for r in results)) or None,
+                model_name=title if results else None, eval_results=results or None, **settled,
             ),
             template_str=TEMPLATE.read_text(encoding="utf-8"),
             begin=BEGIN, end=f"{END} -->", title=title, repo=repo, backbone=backbone, linked=linked,
-            fingerprint=None if linked or backbone in backbones else fingerprint_name(config.backbone_fingerprint),
+            fingerprint=None if linked or bundled else fingerprint_name(config.backbone_fingerprint),
             base=base, spoken=spoken, sets=sets, pictures=[path.name for path in sorted(folder.glob("*.png"))],
-            bundled=backbone in backbones, revision=config.backbone_revision, licence_why=why,
+            bundled=bundled, revision=config.backbone_revision, licence_why=why,
             model_type=config.get_text_config().model_type, method=config.method, config=config, dtype=dtype,
             parameters=weights[1], bytes_per_value={"float64": 8, "float32": 4}.get(dtype, 2),
             training=training, evaluations=evaluations,
@@ -74,25 +182,34 @@ def render(
             raise
         what = f"{' or '.join(records)} is damaged, as comb doesn't write it"
         raise ValueError(f"{folder}: {what} ({type(error).__name__}: {error}): remove it, or make it again") from error
-    return with_own(parse_card(card.content, str(TEMPLATE)), person, pushing=pushing)
+    card = Card.parse(made.content, str(TEMPLATE)).with_own(person)
+    return card, there is not None and there.own(looked_up) not in ({}, card.own(looked_up))
 
 
-def _licence(config: Any, folder: Path, person: Card | None, api: HfApi | None) -> tuple[dict[str, Any], str, Any]:
-    """The header's values for it, and where they are from: the card's own if it was for this backbone, or that's.
+def _settled(person: Card, looked_up: dict[str, Any], why: str, config: Any) -> tuple[dict[str, Any], str]:
+    """Licence and languages as a person states them, else as they were looked up; and where the licence is from."""
+    stated = {key: person.header[key] for key in SETTLED if key in person.header}
+    backbone = SHORT_NAMES.get(config.backbone_name, config.backbone_name)
+    if "license" not in stated or person.header.get("base_model", backbone) not in (backbone, None):
+        stated = {
+            key: value for key, value in stated.items() if key not in LICENCE
+        }  # another backbone, another licence
+    elif any(looked_up.get(key) != stated[key] for key in LICENCE if key in stated):
+        why = "as this card states"
+        looked_up = {key: value for key, value in looked_up.items() if key not in LICENCE}
+    return looked_up | stated, why
 
-    Behind them stand the languages of the backbone; None where they aren't known.
-    """
-    backbone, header = config.backbone_name, {} if person is None else person.header
+
+def _looked_up(config: Any, folder: Path, api: HfApi | None) -> tuple[dict[str, Any], str]:
+    """The header's values for licence and languages of the backbone, empty where unknown, and where they are from."""
     found, why = inherited_licence(config.backbone_name_or_path, config.backbone_revision, folder, api=api)
-    base = SHORT_NAMES.get(backbone, backbone)
+    base = SHORT_NAMES.get(config.backbone_name, config.backbone_name)
     known = KNOWN.get(base)
-    languages = found.pop("language", None) or (list(known.languages) if known else None)
-    if not found and known is not None:
-        found, why = {"license": known.licence}, f"that of {base}"
-    stated = {key: header[key] for key in LICENCE if key in header}
-    if "license" in stated and stated != found and header.get("base_model", base) in (base, None):
-        return stated, "as this card states", languages
-    return found, why, languages
+    if "license" not in found and known is not None:
+        found, why = {**found, "license": known.licence}, f"that of {base}"
+    if "language" not in found and known is not None and known.languages:
+        found["language"] = list(known.languages)
+    return found, why
 
 
 def inherited_licence(
@@ -114,7 +231,7 @@ def inherited_licence(
             card = Path(
                 (api or HfApi()).hf_hub_download(backbone, card.name, revision=revision, local_files_only=not api)
             )
-        header = parse_card(card.read_text(encoding="utf-8"), str(card)).header
+        header = Card.parse(card.read_text(encoding="utf-8"), str(card)).header
     except HFValidationError:  # looks like an id, and is none: a folder that isn't there any more
         return {}, f"there is no backbone {name!r} to read it from"
     except HUB_ERRORS as error:
