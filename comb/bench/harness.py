@@ -24,6 +24,8 @@ field is an option of the command; bases for models, questions and random models
         report.facts["load"] = ...          # what else the JSON shall say, beside options and environment
 
 With ``--out`` the JSON is written after every row; tables and plot come at the end, also of a run that was broken off.
+Options, tables and panels stand in files that import no torch, as `comb bench --help` doesn't: what measures imports it
+where it is used, or stands in `comb.bench.work`.
 """
 
 from __future__ import annotations
@@ -37,20 +39,17 @@ from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Annotated, Any, TypeVar, get_type_hints
 
-import torch
 import typer
 from rich.console import Console
 from tqdm import tqdm
 
 from comb.backbones.unpublished import public
 from comb.bench.commands import benchmarks
-from comb.cache.store import StoreFullError
 from comb.evaluation.plot import Panel, draw
 from comb.evaluation.record import check_writable, environment, write_json
 from comb.evaluation.table import Row as Row
 from comb.evaluation.table import TextTable, Timing
 
-_REFUSALS = (ValueError, MemoryError, NotImplementedError, StoreFullError, torch.OutOfMemoryError)
 K = TypeVar("K")
 T = TypeVar("T")
 _WIDTH = 110
@@ -183,11 +182,16 @@ def check_out(out: Path | None) -> None:
 @contextmanager
 def or_refused(row: Row) -> Iterator[None]:
     """Puts what stopped the block into ``row["refused"]``, on one line: a model that doesn't fit, or no memory."""
+    import torch
+
+    from comb.cache.store import StoreFullError
+
+    refusals = (ValueError, MemoryError, NotImplementedError, StoreFullError, torch.OutOfMemoryError)
     try:
         yield
     except (ValueError, MemoryError, RuntimeError) as error:
         # "allocate memory" is how torch's CPU allocator says that memory runs out
-        if not isinstance(error, _REFUSALS) and "allocate memory" not in str(error):
+        if not isinstance(error, refusals) and "allocate memory" not in str(error):
             raise
         row["refused"] = " ".join(str(error).split()) or type(error).__name__
 

@@ -9,23 +9,15 @@ keys come in between. Keys are noise: times are measured, never fidelity.
 
 from __future__ import annotations
 
-import time
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, fields, replace
-from functools import partial
-from typing import Annotated, Any
+from collections.abc import Sequence
+from dataclasses import dataclass
+from importlib.util import find_spec
+from typing import Annotated
 
-import torch
-import triton
 import typer
 
-from comb.bench import seams
-from comb.bench.harness import BenchmarkReport, OutOptions, benchmark, or_refused
-from comb.bench.joint_cases import JointKernelCase
-from comb.bench.kernel_cases import BOUNDS, MacCase, PagedCase
+from comb.bench.harness import BenchmarkReport, OutOptions, benchmark
 from comb.evaluation.table import Column, Row, TextTable, Timing, fixed
-from comb.kernels.interpreter import INTERPRETED
-from comb.kernels.mac.config import MacConfig
 
 
 @dataclass(frozen=True)
@@ -35,38 +27,6 @@ class GpuOptions(OutOptions):
     part: Annotated[str, typer.Option(help="paged (and joint attention), mac, or seams: recomputed tokens")] = "paged"
     device: Annotated[str, typer.Option(help="cuda, cuda:1, or cpu with TRITON_INTERPRET=1")] = "cuda"
     tiny: Annotated[bool, typer.Option("--tiny", help="a few small sizes, to see that everything runs")] = False
-
-
-_MAC = MacConfig(window=48, band=20, tau=0.6, min_length=0, max_chain=None, max_drift=False)
-_SMALL = MacCase(_MAC, 2, 150, dtype=torch.float32, heads=6, groups=2, width=10)
-MAC_CHECKS = (
-    _SMALL,
-    replace(_SMALL, dtype=torch.bfloat16),
-    replace(_SMALL, config=replace(_MAC, sink=7, max_chain=1, max_drift=True), chains=2),
-    replace(_SMALL, config=replace(_MAC, ring_dtype="bfloat16"), dtype=torch.float16, hits=1.0),
-    replace(_SMALL, rows=1, width=256, hits=0.0),
-    MacCase(replace(_MAC, window=1024, band=256), 4, 6000),
-    MacCase(replace(_MAC, window=1024, band=256), 4, 6000, hits=0.0),
-)
-# the paper's Fig. 6 searches 512 queries; rings in 16 bits as its release
-_FIG6 = MacConfig(window=512, band=256, tau=0.8, min_length=0, ring_dtype="bfloat16")
-MAC_TIMES = tuple(
-    MacCase(_FIG6, rows, context, hits) for context in (32768, 131072) for rows in (1, 8) for hits in (0.0, 0.9, 1.0)
-)
-PAGED_CHECKS = tuple(
-    PagedCase(rows, 3, 37, queries, dtype, fp8, least_keys=least)
-    for dtype in BOUNDS for fp8 in (False, True) for rows, queries, least in ((4, 1, 256), (2, 37, 16))
-)  # fmt: skip
-PAGED_TIMES = tuple(
-    PagedCase(rows, 8, tokens, queries, fp8=fp8)
-    for fp8 in (False, True) for queries in (1, 256) for rows, tokens in ((1, 500), (8, 500), (8, 4000), (128, 500))
-)  # fmt: skip
-JOINT_CHECKS = tuple(
-    JointKernelCase(rows, 3, 37, queries, dtype, own=own)
-    for dtype in BOUNDS for rows, queries, own in ((4, 1, 100), (2, 37, 0), (2, 2, 3000))
-)  # fmt: skip
-JOINT_TIMES = tuple(JointKernelCase(rows, 8, tokens) for rows, tokens in ((1, 500), (8, 500), (8, 4000), (64, 500)))
-_TINY: dict[str, Any] = {"dtype": torch.float32, "heads": 4, "groups": 2, "width": 16}
 
 
 def tables(rows: Sequence[Row]) -> list[TextTable]:
@@ -91,94 +51,8 @@ def tables(rows: Sequence[Row]) -> list[TextTable]:
 @benchmark("kernels", tables)
 def kernels(options: GpuOptions, report: BenchmarkReport) -> None:
     """The kernels on a GPU: checked, then timed beside the plain way (of MAC, torch's exact attention) and a copy."""
-    if options.part == "seams":
-        report.tables = seams.tables
-        seams.measure(torch.device(options.device), report, seconds_of, tiny=options.tiny)
-    elif options.part == "mac":
-        tiny = [MacCase(replace(_MAC, window=16, band=8), 2, 96, hits, **_TINY) for hits in (0.0, 1.0)]
-        measure_kernels(options, report, *((MAC_CHECKS[:4], tiny) if options.tiny else (MAC_CHECKS, MAC_TIMES)))
-    elif options.part == "paged":
-        small: list[Any] = [
-            PagedCase(3, 2, 9, queries, fp8=fp8, block=4, **_TINY) for queries in (1, 5) for fp8 in (False, True)
-        ]
-        small += [JointKernelCase(3, 2, 9, queries, block=4, **_TINY) for queries in (1, 5)]
-        usual = (PAGED_CHECKS + JOINT_CHECKS, PAGED_TIMES + JOINT_TIMES)
-        measure_kernels(options, report, *((small, small) if options.tiny else usual))
-    else:
-        raise ValueError(f"--part is paged, mac or seams, not {options.part!r}")
+    if find_spec("triton") is None:
+        raise ValueError("the kernels are Triton's, which isn't installed here: pip install triton, on Linux")
+    from comb.bench.work.kernel_runs import measure_part
 
-
-def measure_kernels(
-    options: GpuOptions, report: BenchmarkReport, checks: Iterable[MacCase | PagedCase],
-    timed: Iterable[MacCase | PagedCase],
-) -> None:  # fmt: skip
-    """A row per case. Raises ValueError where no kernel can run, RuntimeError if one is wrong: then none is timed."""
-    device = torch.device(options.device)
-    if device.type == "cuda":
-        device = torch.device("cuda", device.index or 0)
-        torch.cuda.set_device(device)
-    elif not INTERPRETED:
-        raise ValueError(f"the kernels run on {device.type} only interpreted: set TRITON_INTERPRET=1")
-    name = torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu, interpreted: times mean nothing"
-    source = torch.empty(2**30 if device.type == "cuda" else 2**16, dtype=torch.uint8, device=device)
-    copied = 2 * len(source) / seconds_of(partial(torch.empty_like(source).copy_, source), device).median
-    report.facts |= {"device": name, "copy_bytes_per_s": copied}
-    report.heading = f"{name}; a device copy reads and writes {copied / 1e9:.4g} GB/s"
-    del source
-    with torch.inference_mode():
-        for case in checks:
-            _checked(case, device, report, timed=False)
-        if not (wrong := _faults(report)):
-            for case in timed:
-                _checked(case, device, report, timed=True)
-            wrong = _faults(report)
-    if wrong:
-        raise RuntimeError(f"kernels differ from the plain way and aren't timed: {'; '.join(wrong)}")
-
-
-def _checked(case: MacCase | PagedCase, device: torch.device, report: BenchmarkReport, *, timed: bool) -> None:
-    """Adds the row of a case. Sizes that are timed are checked, too: a fault may show only there."""
-    row: Row = {"case": _label(case)}
-    with or_refused(row):
-        call = case.make(device)
-        errors, fault = call.fault()
-        row |= {**errors, "bound": call.bound, **({"fault": fault} if fault else {})}
-        if timed and not fault:
-            own, other = (seconds_of(run, device) for run in (call.kernel, call.rival))
-            row |= {"kernel_s": own, "rival_s": other, "speedup": other.median / own.median,
-                    "bytes_per_s": call.nbytes / own.median}  # fmt: skip
-    report.add(row)
-
-
-def _faults(report: BenchmarkReport) -> list[str]:
-    return [f"{row['case']}: {row['fault']}" for row in report.rows if "fault" in row]
-
-
-def seconds_of(call: Callable[[], object], device: torch.device) -> Timing:
-    """Of a call that gives the same whenever it is replayed; on a CPU it shows that it runs, nothing else."""
-    if device.type != "cuda":
-        start = time.perf_counter()
-        call()
-        return Timing.over([time.perf_counter() - start])
-    aside = torch.cuda.Stream()
-    aside.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(aside):  # compiles, and fills the allocator
-        for _ in range(2):
-            call()
-    torch.cuda.current_stream().wait_stream(aside)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        call()
-    found: Any = triton.testing.do_bench(graph.replay, warmup=5, rep=50, return_mode="all")
-    return Timing.over([milliseconds / 1000 for milliseconds in found])
-
-
-def _label(case: MacCase | PagedCase) -> str:
-    """What of it isn't the default."""
-    given = [(each.name, getattr(case, each.name)) for each in fields(case) if getattr(case, each.name) != each.default]
-    if isinstance(case, JointKernelCase):
-        given.insert(0, ("joint", "attention"))
-    names = {"config": lambda config: f"window {config.window}, band {config.band}, sink {config.sink}"}
-    return ", ".join(
-        names.get(name, lambda v, n=name: f"{n} {v}".replace("torch.", ""))(value) for name, value in given
-    )
+    measure_part(options.part, options.device, report, tiny=options.tiny)

@@ -1,8 +1,8 @@
 """`comb bench mac`: what MAC attention reuses, reads and gets wrong, on synthetic streams and on a model's own answers.
 
-Streams (`comb.bench.mac_stream`) count keys and errors at the functional level: over context length, threshold, window
-and band, and over one long decode with and without the caps. Answers are compared with MAC on and off. Nothing here
-takes a time: the reference is plain torch.
+Streams (`comb.bench.work.mac_stream`) count keys and errors at the functional level: over context length, threshold,
+window and band, and over one long decode with and without the caps. Answers are compared with MAC on and off. Nothing
+here takes a time: the reference is plain torch.
 """
 
 from __future__ import annotations
@@ -11,21 +11,22 @@ from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from statistics import fmean
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from tqdm import tqdm
 
 from comb.bench.harness import BenchmarkReport, benchmark
-from comb.bench.mac_stream import StreamSpec, error_between, make_stream, run_stream
 from comb.bench.options import MaxNewTokens, QuestionOptions, integers
 from comb.documents.document import Example
 from comb.evaluation.metrics import agreement, contains, score
 from comb.evaluation.plot import Lines, Panel
 from comb.evaluation.setting import Setting
 from comb.evaluation.table import Column, Row, TextTable, fixed, percent
-from comb.mac import MacConfig
-from comb.mac.accounting import MacReport
+from comb.kernels.mac.config import MacConfig
+
+if TYPE_CHECKING:
+    from comb.bench.work.mac_stream import StreamSpec
 
 TAUS, BANDS = (0.15, 0.45, 0.75, 0.85, 0.95), (8, 16, 64, 256)
 FAR: dict[str, Any] = {"recency": 7.0, "content": 1.5, "drift": 0.05, "heads": 16, "kv_heads": 4}
@@ -59,6 +60,7 @@ class MacOptions(QuestionOptions):
 
 def tables(rows: Sequence[Row]) -> list[TextTable]:
     """One line per stream, with the error at both ends of the decode; then one per task and configuration."""
+    from comb.bench.work.mac_stream import error_between
 
     streams = (
         Column("sweep", "sweep", names=True),
@@ -89,6 +91,8 @@ def tables(rows: Sequence[Row]) -> list[TextTable]:
 
 def panels(rows: Sequence[Row]) -> list[Panel]:
     """Keys over context; hits, reads and error over the threshold; error over a long decode."""
+    from comb.bench.work.mac_stream import error_between
+
     by = {name: [row for row in rows if row.get("sweep") == name] for name in ("context", "tau", "drift")}
     keys = {"exact": "exact_per_step", "MAC, mean": "read_per_step", "MAC, most on a hit": "most_read_on_hit"}
     shares = {"hits": "hit_rate", "keys read": "read_share", "relative error": "error_mean"}
@@ -104,6 +108,8 @@ def panels(rows: Sequence[Row]) -> list[Panel]:
 @benchmark("mac", tables, panels)
 def measure_mac(options: MacOptions, report: BenchmarkReport) -> None:
     """Reuse of attention while decoding: keys read, errors, drift, and answers with MAC on and off."""
+    from comb.bench.work.mac_stream import StreamSpec
+
     chosen, contexts = MacConfig.parse(options.config), integers(options.contexts, "--contexts")
     configs = {}
     for text in [] if options.quality == "none" else options.quality.split(";"):
@@ -125,6 +131,8 @@ def measure_mac(options: MacOptions, report: BenchmarkReport) -> None:
 
 def sweep_streams(spec: StreamSpec, config: MacConfig, contexts: Sequence[int]) -> Iterator[Row]:
     """Every sweep around `config` on streams like `spec`: rows of `run_stream`, with ``sweep`` and ``value``."""
+    from comb.bench.work.mac_stream import make_stream, run_stream
+
     far = replace(spec, **FAR)
     plan: list[tuple[str, float | str, StreamSpec, MacConfig]] = [
         *(("context", value, replace(spec, context=value), config) for value in contexts),
@@ -150,6 +158,8 @@ def measure_quality(
     ``same`` is the share of answers that are exact attention's token for token, ``found`` of those that hold the right
     one word by word; the others are a `MacReport`'s, over all answers, and in ``layers`` by layer (paper Fig. 5).
     """
+    from comb.mac.accounting import MacReport
+
     exact: list[tuple[int, ...]] = []
     exact_texts: list[str] = []
     for name, config in (("exact", None), *configs.items()):

@@ -17,23 +17,15 @@ from typing import Annotated, Any
 
 import typer
 
-from comb import methods
-from comb.backbones.adapter import trained_method
-from comb.backbones.exclusive import backbone_of
-from comb.backbones.fingerprint import backbone_fingerprint
 from comb.bench.harness import BenchmarkReport, benchmark
 from comb.bench.options import Methods, QuestionOptions, split_methods
 from comb.documents.datasets import DATA, Counts
 from comb.documents.document import Example
-from comb.evaluation.compare import compare, measure_times
 from comb.evaluation.journal import Journal
 from comb.evaluation.plot import METRICS, Frontier, Panel, Quality
 from comb.evaluation.sets import EvaluationSet, read_sets
 from comb.evaluation.setting import NO_DOCUMENTS, AnswerRules, Setting, drop_too_long
-from comb.evaluation.summary import comparison_tables, summarize
 from comb.evaluation.table import Row, TextTable
-from comb.methods.linked import Linked
-from comb.methods.selection import NOTHING
 
 
 @dataclass(frozen=True)
@@ -86,6 +78,8 @@ class QuestionSet:
 @benchmark("methods", lambda rows: tables(rows))
 def compare_methods(options: MethodsOptions, report: BenchmarkReport) -> None:
     """Answers, KL to full recompute, times and bytes of every method; with --out a broken-off run goes on."""
+    from comb.backbones.adapter import trained_method
+
     if options.metric not in METRICS:
         raise ValueError(f"--metric is one of {', '.join(METRICS)}, not {options.metric!r}")
     given = split_methods(options.methods) if options.methods else every_method()
@@ -104,6 +98,8 @@ def compare_methods(options: MethodsOptions, report: BenchmarkReport) -> None:
 
 def tables(rows: Sequence[Row]) -> list[TextTable]:
     """Two for each set."""
+    from comb.evaluation.summary import comparison_tables
+
     return [table for name, own in _by_set(rows) for table in comparison_tables(own, name)]
 
 
@@ -133,6 +129,10 @@ def _cached_ms(row: Row) -> float | None:
 
 def every_method() -> list[str]:
     """All methods that need no adapter, with their own parameters, and rules of selection behind prose, too."""
+    from comb import methods
+    from comb.methods.linked import Linked
+    from comb.methods.selection import NOTHING
+
     found = []
     for name in methods.names():
         cls = methods.get(name)
@@ -192,6 +192,11 @@ def _question_set(plain: Setting, each: EvaluationSet, options: MethodsOptions, 
 
 def ask(asked: QuestionSet, specs: Sequence[str], options: MethodsOptions, report: BenchmarkReport) -> None:
     """Adds a row per method to the report, also when the run is broken off in between: of what all have answered."""
+    from comb.backbones.exclusive import backbone_of
+    from comb.backbones.fingerprint import backbone_fingerprint
+    from comb.evaluation.compare import compare, measure_times
+    from comb.evaluation.summary import summarize
+
     folder = None if options.out is None else options.out.with_suffix("")
     backbone = backbone_of(asked.setting.model)
     made_with = {

@@ -3,21 +3,19 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
-import torch
 import typer
 
-from comb import methods
-from comb.backbones.tokenizer import load_tokenizer
 from comb.bench.harness import BenchmarkReport, OutOptions
-from comb.bench.work import random_model
 from comb.documents.datasets import Counts, read_dataset
 from comb.documents.document import Example, PromptBuilder
 from comb.documents.rendering import template_arguments
 from comb.evaluation.record import read_training
 from comb.evaluation.setting import NO_DOCUMENTS, Setting, drop_too_long
-from comb.model.source import load_named, named_device
+
+if TYPE_CHECKING:
+    import torch
 
 LEAST_POSITIONS = 128  # of the random model: what is checked before anything is timed must fit
 
@@ -42,6 +40,10 @@ class DeviceOptions(OutOptions):
 
     def place(self) -> tuple[torch.dtype, str]:
         """What the options mean where no checkpoint says it: float32, and a GPU if there is one."""
+        import torch
+
+        from comb.model.source import named_device
+
         dtype = torch.float32 if self.dtype == "auto" else getattr(torch, self.dtype, None)
         if not isinstance(dtype, torch.dtype) or not dtype.is_floating_point:
             raise ValueError(f"--dtype is auto, float32, bfloat16 or float16, not {self.dtype!r}")
@@ -58,6 +60,8 @@ class ModelOptions(DeviceOptions):
 
     def load(self) -> Any:
         """The model."""
+        from comb.model.source import load_named
+
         return load_named(self.model, backbone=self.backbone, dtype=self.dtype, device=self.device)
 
 
@@ -90,6 +94,8 @@ class RandomModelOptions(ModelOptions):
         """The model; a random one has at least so many positions, in the dtype and on the device asked for."""
         if not self.is_random:
             return super().load()
+        from comb.bench.work.random_prompts import random_model
+
         dtype, device = self.place()
         made = random_model(
             layers=self.layers, hidden=self.hidden, heads=self.heads, kv_heads=self.kv_heads, vocab=self.vocab,
@@ -126,6 +132,8 @@ class QuestionOptions(ModelOptions):
         query = self.query_template or trained.get("query_template") or "{query}"
         if "{query}" not in query:
             raise ValueError(f"--query-template {query!r} has no {{query}}: every question would be the same")
+        from comb.backbones.tokenizer import load_tokenizer
+
         model = self.load()
         arguments = template_arguments(self.chat_template_kwargs)
         tokenizer = load_tokenizer(self.model, model, chat_template_kwargs=arguments)
@@ -167,6 +175,8 @@ def split_methods(text: str, *, control: bool = True) -> list[str]:
     Raises:
         ValueError: for no method, an unknown one, or one given twice.
     """
+    from comb import methods
+
     specs = methods.split_specs(text)
     if not specs:
         raise ValueError("--methods names no method: give at least one, for example full,legolink:16")

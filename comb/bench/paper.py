@@ -33,7 +33,6 @@ import yaml
 
 from comb.bench.context_length import context_length
 from comb.bench.drift import drift
-from comb.bench.formulas import FORMULAS
 from comb.bench.harness import BenchmarkReport, OutOptions, benchmark, or_refused
 from comb.bench.mac import measure_mac
 from comb.bench.methods import compare_methods
@@ -174,6 +173,8 @@ def _run(name: str, run: Mapping[str, Any], options: PaperOptions, report: Bench
     """The rows of one benchmark; of one that is refused, a row that says why."""
     report.say(f"{name}: comb bench {run['benchmark']}" if "benchmark" in run else name)
     if "formula" in run:
+        from comb.bench.work.formulas import FORMULAS
+
         return FORMULAS[run["formula"]]()
     kind, wanted = get_type_hints(BENCHMARKS[run["benchmark"]])["options"], dict(run["options"])
     known = {each.name for each in fields(kind)}

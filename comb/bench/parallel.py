@@ -15,22 +15,20 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from itertools import accumulate
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
-import torch
 import typer
 
-from comb import methods
 from comb.bench.harness import BenchmarkReport, benchmark, in_turns, ratios
 from comb.bench.options import Methods, OfRandomModel, QueryTokens, RandomModelOptions, Repeats, integers, split_methods
-from comb.bench.work import RandomPrompt, check_logits, first_token, vocabulary
-from comb.engine.workers import CompileExecutor
-from comb.engine.workers.ray_actors import ray_executor
-from comb.engine.workers.scheduling import Plan, lpt
 from comb.evaluation.plot import Bars, Panel
 from comb.evaluation.table import Column, Row, TextTable, Timing, fixed, ms, percent, spread
-from comb.methods.base import Method
-from comb.model.source import ModelSource
+
+if TYPE_CHECKING:
+    from comb.bench.work.random_prompts import RandomPrompt
+    from comb.engine.workers import CompileExecutor
+    from comb.engine.workers.scheduling import Plan
+    from comb.methods.base import Method
 
 STAGES = ("dispatch", "transfer", "combine")
 
@@ -90,6 +88,10 @@ def _of(rows: Sequence[Row], kind: str) -> list[Row]:
 @benchmark("parallel", tables, panels)
 def parallel(options: ParallelOptions, report: BenchmarkReport) -> None:
     """TTFT of a cold prompt over several workers, by dispatch, transfer and combine, and simulated beyond (HYPIC)."""
+    from comb.bench.work.random_prompts import RandomPrompt, vocabulary
+    from comb.engine.workers.ray_actors import ray_executor
+    from comb.model.source import ModelSource
+
     specs = split_methods(options.methods, control=False)
     counts, beyond = integers(options.workers, "--workers"), integers(options.beyond, "--beyond")
     report.facts["load_before"] = os.getloadavg()
@@ -129,6 +131,10 @@ def measure_parallel(
     Raises:
         ValueError: for numbers of workers that the executor doesn't have, or when a check fails.
     """
+    import torch
+
+    from comb import methods
+
     if 1 not in workers or not all(1 <= count <= executor.workers for count in workers):
         raise ValueError(f"workers are counts from 1 to {executor.workers}, 1 among them; got {list(workers)}")
     before = torch.get_num_threads()
@@ -159,6 +165,8 @@ def measure_parallel(
 
 def _once(method: Method, executor: CompileExecutor, workers: int, prompt: RandomPrompt) -> dict[str, Any]:
     """Seconds by stage of one cold prompt, and of every segment."""
+    from comb.bench.work.random_prompts import first_token
+
     run = executor.run(method, prompt.segments, workers=workers)
     start = time.perf_counter()
     first_token(method, run.picaches, prompt.query)
@@ -168,6 +176,8 @@ def _once(method: Method, executor: CompileExecutor, workers: int, prompt: Rando
 
 def _check(method: Method, executor: CompileExecutor, prompt: RandomPrompt) -> None:
     """Raises ValueError unless workers give the logits that compiling here gives."""
+    from comb.bench.work.random_prompts import check_logits
+
     executor.check(method)
     few = prompt.segments[:2]
     logits = []
@@ -180,6 +190,8 @@ def _check(method: Method, executor: CompileExecutor, prompt: RandomPrompt) -> N
 
 def simulate(measured: Sequence[Row], workers: Sequence[int]) -> Iterator[Row]:
     """The measured prompt over other numbers of workers, each with a core of its own, as one worker has shown it."""
+    from comb.engine.workers.scheduling import lpt
+
     for row in measured:
         if row["workers"] == 1:
             times = (row["segments_s"], row["decode_s"], row["combine_s"].median)

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from comb.cache.store import PICacheStore
 from comb.documents.datasets import Counts
 from comb.documents.document import Document, Example, PromptBuilder, stopping_tokens, until_stop
-from comb.engine.engine import PICEngine
 from comb.kernels.mac.config import MacConfig
+
+if TYPE_CHECKING:
+    from comb.cache.store import PICacheStore
+    from comb.engine.engine import PICEngine
 
 NO_DOCUMENTS = "none"
 """A control in place of a method: the backbone is asked without any document."""
@@ -33,6 +35,8 @@ class Setting:
         Raises:
             ValueError: where the method is unknown or doesn't fit the model.
         """
+        from comb.engine.engine import PICEngine
+
         name, _, splitter = ("full" if method == NO_DOCUMENTS else method).partition("@")
         splitter = splitter or self.splitter or ""
         extra: dict[str, Any] = {"splitter": splitter} if splitter else {}

@@ -27,7 +27,7 @@ from torch import Tensor
 from comb import CombForCausalLM, methods
 from comb.backbones.exclusive import backbone_of
 from comb.bench.harness import in_turns, ratios
-from comb.bench.work import RandomPrompt, random_model, synchronize, vocabulary
+from comb.bench.work.random_prompts import RandomPrompt, random_model, synchronize, vocabulary
 from comb.cache.transfer import moved
 from comb.evaluation.table import Timing
 from comb.methods.base import DecodeState

@@ -43,5 +43,5 @@ def add_commands(app: typer.Typer) -> None:
     """Adds `serve` and `bench serve` to the `comb` application."""
     from comb.bench.commands import benchmarks
 
-    benchmarks.look_in("comb_serving.bench")
+    benchmarks.look_in("comb_serving.bench.serve")
     app.command("serve", context_settings={"allow_extra_args": True, "ignore_unknown_options": True})(serve)

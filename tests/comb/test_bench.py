@@ -13,14 +13,15 @@ import torch
 from typer.testing import CliRunner
 
 from comb import CombForCausalLM, Document, Example
-from comb.bench.context_length import ContextLengthOptions, measure_context_length
 from comb.bench.context_length import tables as length_tables
-from comb.bench.drift import measure_drift, without_full_layers
+from comb.bench.drift import measure_drift
 from comb.bench.drift import tables as drift_tables
 from comb.bench.harness import BenchmarkReport, OutOptions, benchmark, benchmarks
-from comb.bench.memory import peak_memory, running_maximum
 from comb.bench.options import integers, numbers, split_methods
-from comb.bench.work import RandomPrompt, random_model
+from comb.bench.work.first_tokens import measure_context_length
+from comb.bench.work.memory import peak_memory, running_maximum
+from comb.bench.work.random_prompts import RandomPrompt, random_model
+from comb.bench.work.state_drift import without_full_layers
 from comb.cli import main as cli
 from comb.documents.document import PromptBuilder
 from comb.evaluation.compare import linked
@@ -195,8 +196,7 @@ def test_work_has_exactly_the_tokens_asked_for() -> None:
 def test_lengths_are_compared_within_a_repeat() -> None:
     model = random_model(layers=2, hidden=32, heads=2, kv_heads=1, vocab=64, positions=80)
     specs = ["full", "prefix", "naive", "legolink:4", "comb"]
-    options = ContextLengthOptions(segment_tokens=16, query_tokens=4, repeats=2)
-    found = list(measure_context_length(model, specs, [32, 64, 128], options))
+    found = list(measure_context_length(model, specs, [32, 64, 128], (16, 4), repeats=2, seed=0))
     assert [(row["tokens"], row["method"]) for row in found] == [(n, s) for n in (32, 64, 128) for s in specs]
     by_name = {(row["tokens"], row["method"]): row for row in found}
     full = by_name[64, "full"]
@@ -222,21 +222,20 @@ def test_no_ratio_is_printed_over_a_failing_check(monkeypatch: pytest.MonkeyPatc
     from comb.methods.base import DecodeState
 
     model = random_model(layers=2, hidden=32, heads=2, kv_heads=1, vocab=64, positions=80)
-    options = ContextLengthOptions(repeats=1)
     right = DecodeState.logits.fget  # type: ignore[attr-defined]  # a property
     monkeypatch.setattr(DecodeState, "logits", property(lambda state: right(state) + 1.0))
     with pytest.raises(ValueError, match=r"gives it other positions or other tokens than its own forward pass"):
-        list(measure_context_length(model, ["full"], [32], options))
+        list(measure_context_length(model, ["full"], [32], (512, 32), repeats=1, seed=0))
     monkeypatch.setattr(DecodeState, "logits", property(lambda state: right(state) * math.nan))
-    [found] = measure_context_length(model, ["naive"], [32], options)
+    [found] = measure_context_length(model, ["naive"], [32], (512, 32), repeats=1, seed=0)
     assert "not finite" in found["refused"]
 
 
 def test_a_random_hybrid_is_measured() -> None:
     model = random_model(layers=4, hidden=32, heads=2, kv_heads=1, vocab=64, positions=128, hybrid=True)
     specs = ["full", "prefix", "hypic:4", "addition", "naive"]
-    options = ContextLengthOptions(segment_tokens=20, query_tokens=6, repeats=1)
-    found = {row["method"]: row for row in measure_context_length(model, specs, [60], options)}
+    measured = measure_context_length(model, specs, [60], (20, 6), repeats=1, seed=0)
+    found = {row["method"]: row for row in measured}
     assert {name for name, row in found.items() if row["refused"]} == {"naive"}
     assert (found["hypic:4"]["recomputed_tokens"], found["addition"]["recomputed_tokens"]) == (24, 0)
     assert (found["hypic:4"]["computed_tokens"], found["addition"]["computed_tokens"]) == (24 + 6, 6)

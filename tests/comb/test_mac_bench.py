@@ -12,7 +12,7 @@ from typer.testing import CliRunner
 
 from comb import Document, Example
 from comb.bench.mac import measure_quality, panels, sweep_streams, tables
-from comb.bench.mac_stream import StreamSpec, make_stream, run_stream
+from comb.bench.work.mac_stream import StreamSpec, make_stream, run_stream
 from comb.cli import main as cli
 from comb.documents.document import PromptBuilder
 from comb.evaluation.plot import draw

@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from comb.bench.mac_stream import StreamSpec, error_between, make_stream, run_stream
+from comb.bench.work.mac_stream import StreamSpec, error_between, make_stream, run_stream
 from comb.kernels.mac.algebra import EMPTY, attend, attend_range, merge
 from comb.kernels.mac.config import MacConfig
 from comb.kernels.mac.match import find_match

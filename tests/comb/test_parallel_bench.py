@@ -11,7 +11,7 @@ import torch
 from typer.testing import CliRunner
 
 from comb.bench.parallel import ParallelOptions, measure_parallel, panels, simulate, tables
-from comb.bench.work import RandomPrompt
+from comb.bench.work.random_prompts import RandomPrompt
 from comb.cli import main as cli
 from comb.engine.workers import CompileExecutor
 from comb.engine.workers.scheduling import lpt
@@ -93,7 +93,7 @@ def test_the_commands(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPa
     def executor(source: ModelSource, workers: int, **options: Any) -> CompileExecutor:
         return CompileExecutor(lambda: Inside(source), workers, source.name)
 
-    monkeypatch.setattr("comb.bench.parallel.ray_executor", executor)
+    monkeypatch.setattr("comb.engine.workers.ray_actors.ray_executor", executor)
     monkeypatch.setattr("comb.engine.workers.ray_actors.ray_executor", executor)
     out = tmp_path / "out.json"
     result = runner.invoke(

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 
-from comb.bench.kernel_cases import relative_error
+from comb.bench.work.kernel_cases import relative_error
 from comb.kernels.launch import Launch
 from comb.kernels.paged import kernel as paged_module
 from comb.kernels.paged import plan as plan_module

@@ -25,7 +25,7 @@ from comb_serving.bench.client import GIVE_UP, RequestRecord, Target
 from comb_serving.bench.figures import growth, percentile, ratio, summarize, sustained
 from comb_serving.bench.models import models_of
 from comb_serving.bench.options import ServeBenchOptions
-from comb_serving.bench.serve import ServeRun
+from comb_serving.bench.serve_run import ServeRun
 from comb_serving.bench.servers import COMB, PLAIN, ServerPlan, plans, token_bytes
 from comb_serving.bench.tables import CACHED, COLD, SOAK, TOGETHER, panels, tables
 from comb_serving.bench.workload import Ask, Workload

@@ -11,7 +11,7 @@ from transformers import AutoTokenizer
 
 from comb import CombForCausalLM
 from comb.backbones.loading import backbone_beside, load_config, resolve_name
-from comb.bench.work import random_model
+from comb.bench.work.random_prompts import random_model
 from comb.model.config import CombConfig
 from comb_serving.bench.options import ServeBenchOptions
 

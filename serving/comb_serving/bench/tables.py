@@ -15,7 +15,7 @@ MIB = 2**20
 
 
 def tables(rows: Sequence[Row], facts: Row) -> list[TextTable]:
-    """Three tables, of what there is; `facts` as in `comb_serving.bench.serve.ServeRun`."""
+    """Three tables, of what there is; `facts` as in `comb_serving.bench.serve_run.ServeRun`."""
     found = [_outcome(rows, facts), _phases(rows), _servers(facts)]
     return [table for table in found if table.rows]
 

@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from comb.bench.kernel_cases import KernelCall, PagedCase, relative_error
+from comb.bench.work.kernel_cases import KernelCall, PagedCase, relative_error
 from comb.kernels.joint.attention import join_, join_plain_, own_masses
 from comb.kernels.joint.batch import JointBatch, OwnKeys, ReadingRun
 from comb.kernels.paged.attention import attend_plain, attend_row

@@ -23,7 +23,7 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from comb.backbones.attention_calls import AttentionCall
 from comb.backbones.sdpa import seconds_of_lengths
 from comb.bench.harness import BenchmarkReport, or_refused
-from comb.bench.kernel_cases import BOUNDS, TILE
+from comb.bench.work.kernel_cases import BOUNDS, TILE
 from comb.evaluation.table import Column, Row, TextTable, Timing
 from comb.linking.cache import ScatteredRows
 from comb.linking.recomputed import GroupedAttention, VarlenAttention, chosen

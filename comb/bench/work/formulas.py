@@ -7,7 +7,7 @@ from math import log
 
 import torch
 
-from comb.bench.mac_stream import StreamSpec, make_stream, run_stream
+from comb.bench.work.mac_stream import StreamSpec, make_stream, run_stream
 from comb.evaluation.table import Row
 from comb.hybrid.families.dense import DenseTransition
 from comb.hybrid.families.diagonal import DiagonalTransition
