@@ -87,7 +87,8 @@ def test_importing_comb_imports_nothing_else() -> None:
         "aks", "ask --hlp", "ask nano q --encoder maybe", "ask nano q --doc nowhere.txt", "ask nano q --repeat none",
         "train nowhere.yaml", "train configs/nano.yaml train.stpes=3", "answers configs/nano.yaml --vllm nothing",
         "eval nowhere", "eval nano data=a.jsonl data.nmu=3", "eval nano --dataset a data=b", "serve nano --encoder x",
-        "bench --help", "bench mehtods", "bench methods --qestions 3", "bench serve --help", "bench paper --questions x",
+        "bench --help", "bench mehtods", "bench methods --qestions 3", "bench serve --help",
+        "bench paper --questions x",
     ],
 )  # fmt: skip
 def test_help_and_mistaken_options_wait_for_no_model_library(arguments: str) -> None:
