@@ -107,6 +107,14 @@ def backbone_of_adapter(config: Any, adapter: str | Path) -> str:
     return backbone_beside(config.backbone_name_or_path, adapter)
 
 
+def trained_quantised(config: Any, backbone: str | Path) -> Any:
+    """How an adapter's backbone was quantised as it was loaded for its training; None where the checkpoint of
+    `backbone` is quantised itself, or nothing was."""
+    trained = getattr(config.backbone_config, "quantization_config", None)
+    own = None if trained is None else getattr(load_config(backbone), "quantization_config", None)
+    return trained if own is None else None
+
+
 def load_config(name: str | Path, kind: Any = AutoConfig, **options: Any) -> Any:
     """A model's configuration by its name. Raises OSError or ValueError with the file and what to do.
 

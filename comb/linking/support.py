@@ -107,13 +107,15 @@ def _why_not_continued(model: Any) -> str:
         return "its forward pass puts more tokens into its cache than the prompt has"
     # not finite here and there: other checks say so
     if distance(hidden, whole) > tolerance_of(model):
-        why = " (its layers quantise a token by all those of a pass, as torch's dynamic quantisation does)"
+        why = " (its layers quantise what they are given: a token comes out otherwise beside other tokens)"
         return f"its forward pass doesn't go on from a cache as from the tokens in it{why * _quantises_passes(model)}"
     return ""
 
 
 def _quantises_passes(model: Any) -> bool:
-    return any("torch.ao.nn.quantized.dynamic" in type(module).__module__ for module in model.modules())
+    """Torch's dynamic quantisation, and bitsandbytes in 8 bits."""
+    kinds = {f"{type(module).__module__}.{type(module).__name__}" for module in model.modules()}
+    return any(kind.startswith("torch.ao.nn.quantized.dynamic") or kind.endswith("Linear8bitLt") for kind in kinds)
 
 
 def takes_padded_rows(model: Any) -> bool:

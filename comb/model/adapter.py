@@ -17,7 +17,7 @@ from comb.backbones.adapter import AdapterConfig
 from comb.backbones.damage import explained
 from comb.backbones.discovery import UnsupportedBackboneError
 from comb.backbones.fingerprint import check_fingerprint, fingerprint
-from comb.backbones.loading import HUB_ARGUMENTS, backbone_of_adapter, load_backbone
+from comb.backbones.loading import HUB_ARGUMENTS, backbone_of_adapter, load_backbone, trained_quantised
 from comb.backbones.tokenizer import tokenizer_fingerprint
 from comb.backbones.unpublished import write_private
 from comb.model.weights import load_adapter, read_weights
@@ -68,7 +68,7 @@ class AdapterModel(PreTrainedModel):
             adapter_dtype: dtype of the adapter's weights; by default `dtype` if given, else as they were saved.
             kwargs: `revision` and `subfolder` say where the adapter is; other hub arguments (`token`, `cache_dir`,
                 ...) hold for both; everything else (`dtype`, `device_map`, `attn_implementation`, ...) is for
-                loading the backbone.
+                loading the backbone, which is quantised as it was in training unless `quantization_config` is given.
 
         Raises:
             ValueError: if the backbone isn't the adapter's, the adapter's weights are missing, more than its
@@ -99,6 +99,10 @@ class AdapterModel(PreTrainedModel):
             settings.backbone_name_or_path = backbone_of_adapter(
                 settings, Path(name_or_path) / place.get("subfolder", "")
             )
+        if not isinstance(backbone, PreTrainedModel) and "quantization_config" not in kwargs:
+            trained = trained_quantised(settings, backbone or settings.backbone_name_or_path)
+            kwargs |= {} if trained is None else {"quantization_config": trained}
+        if backbone is None:
             loaded = load_backbone(settings.backbone_name_or_path, revision=settings.backbone_revision, **kwargs)
         elif isinstance(backbone, PreTrainedModel):
             loading = {key: value for key, value in kwargs.items() if key not in HUB_ARGUMENTS and value is not None}

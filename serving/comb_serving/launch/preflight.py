@@ -11,7 +11,7 @@ from typing import Any
 
 from comb.backbones.adapter import is_adapter
 from comb.backbones.damage import check_settings
-from comb.backbones.loading import backbone_of_adapter, load_config, resolve_name
+from comb.backbones.loading import backbone_of_adapter, load_config, resolve_name, trained_quantised
 from comb.backbones.settings import PEFT
 from comb.backbones.tokenizer import load_tokenizer
 from comb.documents.files import read_json
@@ -43,7 +43,10 @@ def check_start(options: ServeOptions, arguments: Sequence[str] = ()) -> ServeOp
         options = replace(options, method=LinkMethod.parse(options.method).name)
     if find_spec("vllm") is None:
         raise ValueError("comb serve needs vLLM, which is not installed: pip install 'comb-pic[serve]'")
-    options = _of_kind(options, _settings(options.checkpoint))
+    settings = _settings(options.checkpoint)
+    if is_adapter(settings):
+        _check_read_alike(options)
+    options = _of_kind(options, settings)
     check_checkpoint(options.checkpoint, options.backbone)
     name = resolve_name(options.checkpoint)
     if Path(name).is_dir() and not any(item.startswith(_OTHER_TOKENIZERS) for item in arguments):
@@ -83,6 +86,18 @@ def _settings(checkpoint: str) -> dict[str, Any]:
     if not config:
         raise OSError(f"no checkpoint {checkpoint!r}: it holds no config.json, or an empty one")
     return dict(config)
+
+
+def _check_read_alike(options: ServeOptions) -> None:
+    """Raises ValueError for an adapter of a backbone that was quantised as it was loaded: vLLM would read it whole."""
+    name = resolve_name(options.checkpoint)
+    config = load_config(name)
+    backbone = options.backbone or backbone_of_adapter(config, name)
+    if trained_quantised(config, backbone) is not None:
+        raise ValueError(
+            f"{options.checkpoint!r} was trained on {backbone} quantised as it was loaded, which vLLM doesn't do "
+            "alike: save the quantised backbone (save_pretrained), and give its folder as --backbone"
+        )
 
 
 def _of_kind(options: ServeOptions, config: dict[str, Any]) -> ServeOptions:

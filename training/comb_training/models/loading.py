@@ -16,7 +16,7 @@ from comb_training.config import Config
 
 LOADING = (
     "revision", "code_revision", "trust_remote_code", "attn_implementation", "experts_implementation", "dtype",
-    "device_map", "max_memory", "offload_folder", "quantization_config", "load_in_4bit", "load_in_8bit",
+    "device_map", "max_memory", "offload_folder", "quantization_config",
     "low_cpu_mem_usage", "use_kernels", "use_safetensors", "weights_only", "variant", "subfolder", "key_mapping",
     "tp_plan", *HUB_ARGUMENTS,
 )  # fmt: skip

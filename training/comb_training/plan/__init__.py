@@ -104,9 +104,8 @@ def _add_memory(result: Plan, model: CombForCausalLM, deepspeed: dict[str, Any])
             "no activations: neither train.batch_document_tokens and train.batch_query_tokens nor the data say how "
             "large a batch gets"
         )
-    quantised = sorted(name for name in config.model.options if name.startswith(("load_in_", "quantization")))
-    if quantised:
-        result.notes.append(f"the backbone's bytes are given without model.options {', '.join(quantised)}")
+    if "quantization_config" in config.model.options:
+        result.notes.append("the backbone's bytes are those without model.options.quantization_config")
     if config.train.kl_weight:
         result.notes.append("the activations are without the full prompts that train.kl_weight takes")
     checkpointing = config.train.gradient_checkpointing
