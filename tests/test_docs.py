@@ -223,14 +223,15 @@ def test_commands_in_the_text_are_ones_that_there_are() -> None:
         for text in re.findall(r"`(comb [a-z][^`]*)`", re.sub(r"\s*\n\s*", " ", _without_blocks(page))):
             words = shlex.split(text.replace("...", "").replace("|", " "))[1:]
             command = group
-            while words and hasattr(command, "get_command"):
+            while words and words[0] != "--help" and hasattr(command, "get_command"):
                 there = command.list_commands(typer.Context(command))
                 found = command.get_command(typer.Context(command), words[0]) if words[0] in there else None
                 if found is None:
                     wrong.append(f"{named(page)}: `{text}`: there is no {words[0]!r}")
                     break
                 command, words = found, words[1:]
-            known = {option for parameter in command.params for option in (*parameter.opts, *parameter.secondary_opts)}
+            taken = (option for parameter in command.params for option in (*parameter.opts, *parameter.secondary_opts))
+            known = {"--help", *taken}
             loose = command.context_settings.get("ignore_unknown_options", False)
             wrong += [
                 f"{named(page)}: `{text}`: there is no {word}"

@@ -121,7 +121,7 @@ def test_errors_are_one_line(
         (["ask", adapter, "why?", "--doc", tmp_path / "gone.txt"], "No such file"),
         (
             ["ask", adapter, "why?", "--method", "magic"],
-            "unknown method 'magic'; known: addition, attnlink, block, cacheblend, comb, focus, full",
+            "unknown method 'magic'; known: addition, attnlink, cacheblend, comb, focus, full",
         ),
         (["ask", adapter.parent / "backbone", "why?", "--method", "comb"], "from_backbone"),
         (["ask", adapter.parent / "bare", "why?"], "no tokenizer found in"),

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from comb import methods
 from comb.linking.cache import Span
 from comb.methods.linked import selects
 from comb_serving.pool.capability import KEY
@@ -48,10 +49,16 @@ def linked(model: Any, alone: list[Any], request: pytest.FixtureRequest) -> Iter
         yield found
 
 
-@selects("test-thirds")
-def thirds(spans: Sequence[Span]) -> list[int]:
-    """A rule that nothing else knows of is served as the library's own are."""
-    return [position for span in spans for position in range(span.start + 2, span.end, 3)]
+@pytest.fixture(scope="module", autouse=True)
+def rule_of_the_test() -> Iterator[None]:
+    """A rule that nothing else knows of, to be served as the library's own are."""
+
+    @selects("test-thirds")
+    def thirds(spans: Sequence[Span]) -> list[int]:
+        return [position for span in spans for position in range(span.start + 2, span.end, 3)]
+
+    yield
+    del methods.registry._entries["test-thirds"]
 
 
 @pytest.mark.parametrize("rule", RULES)
