@@ -19,7 +19,7 @@ from tests.helpers.linked import (
 
 pytestmark = [pytest.mark.gpu, pytest.mark.vllm, pytest.mark.slow, pytest.mark.usefixtures("plugin")]
 
-METHODS = ["naive", "legolink:4", "legolink-0", "primed:4"]
+RULES = ["naive", "legolink:4", "attnlink:6"]
 
 
 @pytest.fixture(scope="module")
@@ -27,18 +27,18 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Any:
     return plain_llama(tmp_path_factory.mktemp("plain"))
 
 
-@pytest.mark.parametrize("graphs", ["NONE", "FULL_AND_PIECEWISE"])
-def test_answers_are_those_of_the_library(model: Any, graphs: str, device: EngineDevice) -> None:
+@pytest.mark.parametrize(("graphs", "started"), [("NONE", "naive"), ("FULL_AND_PIECEWISE", "primed")])
+def test_answers_are_those_of_the_library(model: Any, graphs: str, started: str, device: EngineDevice) -> None:
     documents, tolerance = three_documents(model.config.vocab_size), device.tolerance("float32")
     options = device.options("float32", graphs, enable_prefix_caching=False)
     prompts = [{"prompt_token_ids": prompt.built(documents)[0]} for prompt in PROMPTS]
     with engine(model.name_or_path, **options) as llm:
         alone = [answer(llm.generate([prompt], greedy(8), use_tqdm=False)[0]) for prompt in prompts]
-    with linked_engine(model, **options) as linked:
+    with linked_engine(model, started, **options) as linked:
         device.check_runner(linked.llm)
         assert [linked.ask([(prompt, "full")])[0] for prompt in PROMPTS] == alone
         full = [library_logs(model, documents, prompt, "full") for prompt in PROMPTS]
-        for method in METHODS:
+        for method in map(linked.behind, RULES):
             found = linked.ask([(prompt, method) for prompt in PROMPTS])
             for prompt, one, report in zip(PROMPTS, found, linked.reports, strict=True):
                 assert apart(one, library_logs(model, documents, prompt, method)) < tolerance
