@@ -324,8 +324,8 @@ def test_flags_that_cannot_be_served_are_refused() -> None:
     [
         (parse_bytes, {"512MiB": 512 * 2**20, "8GB": 8 * 10**9, "17": 17, "1.5 KiB": 1536, "2g": 2 * 10**9,
                        "1TB": 10**12, "1TiB": 2**40}, ["", "big", "-1", "1 XB"], "512MiB"),
-        (parse_pool_size, {"1KiB": "1024", "25%": "25%", " 12.5 % ": "12.5%"}, ["0%", "100%", "-3%", "a%", "%", "big"],
-         "between 0% and 100%|like 25%"),
+        (parse_pool_size, {"1KiB": "1024", "25%": "25%", " 12.5 % ": "12.5%"},
+         ["0", "0%", "100%", "-3%", "a%", "%", "big"], "between 0% and 100%|like 25%"),
         (parse_share, {"100%": 1.0, " 12.5 %": 0.125}, ["0%", "101%", "-3%", "1", "big"], "above 0% and at most 100%"),
     ],
 )  # fmt: skip

@@ -29,9 +29,12 @@ def parse_pool_size(text: str) -> str:
     share = _SHARE.fullmatch(text)
     if share is None:
         try:
-            return str(parse_bytes(text))
+            size = parse_bytes(text)
         except ValueError as error:
             raise ValueError(f"{error}; a pool's may also be a share of its memory, like 25%") from None
+        if not size:
+            raise ValueError(f"a pool of {text} has no room for a document: give it 1GiB, say, or a share like 25%")
+        return str(size)
     if not 0 < float(share[1]) < 100:
         raise ValueError(f"a share of memory is between 0% and 100%, not {text!r}")
     return f"{share[1]}%"
