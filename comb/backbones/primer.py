@@ -39,9 +39,9 @@ def primer_ids(primer: Primer, tokenizer: Any, most: int | None = None) -> list[
         try:
             text = Path(primer).read_text(encoding="utf-8")
         except (OSError, UnicodeDecodeError) as error:
-            raise ValueError(f"primer is true, or a text file to compile documents behind: {error}") from error
+            raise ValueError(f"no text to compile documents behind: {error}") from error
         if not text.strip():
-            raise ValueError(f"the primer {primer} is empty: documents are compiled behind its text")
+            raise ValueError(f"{primer} is empty: documents are compiled behind its text")
     else:
         return list(primer)
     if not text:
@@ -60,8 +60,12 @@ def own_tokenizer(model: Any) -> Any:
     name = getattr(model, "name_or_path", "")
     ways = "give its token ids, or ask through a PICEngine, which has a tokenizer"
     if not name:
-        raise ValueError(f"a primer is text, and this model has no tokenizer beside its weights: {ways}")
+        raise ValueError(
+            f"documents are compiled behind text, and this model has no tokenizer beside its weights: {ways}"
+        )
     try:
         return load_tokenizer(name, model)
     except (OSError, ValueError) as error:
-        raise ValueError(f"a primer is text, and the tokenizer of {name!r} can't be had ({error}): {ways}") from error
+        raise ValueError(
+            f"documents are compiled behind text, and the tokenizer of {name!r} can't be had ({error}): {ways}"
+        ) from error

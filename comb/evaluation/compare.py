@@ -200,21 +200,18 @@ def linked(
     """The state for `question` over `documents`, and what it cost: the steps of `ask` up to decoding."""
     on = engine.with_encoder(None)
     prepared = engine.prepare(question, engine.segments_of(documents), encoder=on)
-    with engine.acquired(prepared.segments, encoder=on) as acquired:
-        state = engine.method_of(on).link_batch([engine.link_request(prepared, acquired, encoder=on)])
-        try:
-            uses = None if state.uses is None else state.uses[0]
-            yield (
-                state,
-                {
-                    "computed": sum(state.computed),
-                    "recomputed": state.recomputed_tokens,
-                    "document_tokens": sum(len(segment.token_ids) for segment in prepared.segments),
-                    "cache_bytes": cache_bytes(prepared.segments, uses, acquired.references),
-                },
-            )
-        finally:
-            state.release()
+    with (
+        engine.acquired(prepared.segments, encoder=on) as acquired,
+        engine.linked([prepared], acquired, encoder=on) as (state, _),
+    ):
+        uses = None if state.uses is None else state.uses[0]
+        facts = {
+            "computed": sum(state.computed),
+            "recomputed": state.recomputed_tokens,
+            "document_tokens": sum(len(segment.token_ids) for segment in prepared.segments),
+            "cache_bytes": cache_bytes(prepared.segments, uses, acquired.references),
+        }
+        yield state, facts
 
 
 def kl_divergence(reference: Tensor, logits: Tensor) -> Tensor:

@@ -148,7 +148,7 @@ def front_of(choice: FrontChoice, model: Any, method: str) -> Front:
             )
         return TrainedFront(model.front, model.placeholder_id)
     if isinstance(choice, str) and choice.partition(":")[0] == DUMMIES:
-        return Front([_dummy(backbone)] * dummies_of(choice))
+        return Front(dummy_ids(choice, text_config(backbone)))
     ids = _text_ids(choice, backbone, None)
     if ids is None:
         assert isinstance(choice, str)
@@ -172,14 +172,15 @@ def dummies_of(choice: str) -> int:
     return int(count) if count else 4
 
 
-def _dummy(backbone: Any) -> int:
-    token = start_token_id(text_config(backbone))
+def dummy_ids(choice: str, config: Any) -> list[int]:
+    """The tokens of ``dummies:n``. Raises ValueError where a text configuration has neither BOS nor EOS."""
+    token = start_token_id(config)
     if token is None:
         raise ValueError(
             f"front={DUMMIES}:n is so many BOS tokens, and this model's configuration has neither bos_token_id nor "
             "eos_token_id: use front=prose, or give token ids"
         )
-    return token
+    return [token] * dummies_of(choice)
 
 
 def _text_ids(choice: FrontChoice, backbone: Any, tokenizer: Any) -> list[int] | None:

@@ -48,6 +48,7 @@ class PromptLayout:
         end: tokens that the cache is to hold; N, or N - 1 when the last one is left for `generate`.
         backbone: the model. support: how it is linked. times: of what is done with it.
         behind_front: whether documents know themselves behind something.
+        chosen: sorted positions of the document tokens to be computed again; None where a look has to say.
         past: what a cache covers already, of the prefix or of an earlier turn; None when there is none.
         cache: keys and values of the first `end` tokens; zeros where they are still to be computed.
     """
@@ -60,6 +61,7 @@ class PromptLayout:
     support: LinkSupport
     times: StageTimes
     behind_front: bool = False
+    chosen: list[int] | None = None
     past: PastState | None = None
     cache: ScatterCache = field(init=False)
 
@@ -181,8 +183,10 @@ class Linked(TakesFront):
                 compiled_from=len(self.front.token_ids), rotate=self.rotate, device=input_ids.device,
                 before=None if prompt.past is None else prompt.past.cache, start=prompt.start,
             )  # fmt: skip
-        with prompt.times.timed("select"):
-            chosen = [] if self._chooses_nothing(prompt) else self._chosen(prompt)
+        if prompt.chosen is None:
+            with prompt.times.timed("select"):
+                prompt.chosen = self.rule.select(prompt, prompt.spans, prompt.behind_front, **self.parameters)
+        chosen = [position for position in prompt.chosen if position < prompt.end]
         if rows := sorted({*chosen, *prompt.fresh_rows}):
             with prompt.times.timed("recompute"):
                 prompt.run(rows)
@@ -208,34 +212,24 @@ class Linked(TakesFront):
         if behind_front or (limit is not None and len(tokens) > limit):
             # compiled behind something, or with the frequencies of short prompts, also the first one differs here
             spans = [replace(span, first=False) for span in spans]
+        chosen = None
+        if not self.rule.looks:
+            chosen = self.rule.select(None, spans, behind_front, **self.parameters)
+        elif all(span.first for span in spans):  # a document that begins the prompt was compiled in its place
+            chosen = []
         times = StageTimes(self.backbone.get_input_embeddings().weight.device)
         prompt = PromptLayout(
-            torch.tensor(tokens), spans, fresh, len(tokens) - 1, self.backbone, support, times, behind_front, past
-        )
+            torch.tensor(tokens), spans, fresh, len(tokens) - 1, self.backbone, support, times, behind_front, chosen,
+            past,
+        )  # fmt: skip
         documents_end = spans[-1].end if spans else 0
         if limit is not None and len(tokens) > limit:
             prompt.end = len(tokens)  # such embeddings look at the last position of a pass
-        elif self._chooses_nothing(prompt) and (not fresh or fresh[0] >= documents_end):
+        elif chosen == [] and (not fresh or fresh[0] >= documents_end):
             prompt.end = min(prompt.end, documents_end)
         elif self.rule.by_query:  # what a prompt ends with asks as much as the rest
             prompt.end = len(tokens)
         return prompt
-
-    def _chooses_nothing(self, prompt: PromptLayout) -> bool:
-        """Whether no document token will be chosen."""
-        if self.rule.looks:  # a document that begins the prompt was compiled in its place
-            return all(span.first for span in prompt.spans)
-        return not self._sink(prompt) and not self.rule.choose(prompt.spans, **self.parameters)
-
-    def _chosen(self, prompt: PromptLayout) -> list[int]:
-        """Sorted positions of document tokens, of those that the cache holds."""
-        chosen = self.rule.choose(prompt if self.rule.looks else prompt.spans, **self.parameters)
-        return sorted({*self._sink(prompt), *(position for position in chosen if position < prompt.end)})
-
-    def _sink(self, prompt: PromptLayout) -> list[int]:
-        """The first token of a prompt that begins with a document which knows itself behind something that isn't there:
-        it has to become the prompt's attention sink."""
-        return [0] if prompt.behind_front and prompt.spans and prompt.spans[0].start == 0 else []
 
 
 def selects(name: str, **traits: Any) -> Callable[[Function], Function]:

@@ -112,14 +112,15 @@ class PrefixCache:
     def _keep(self, scope: tuple[str, ...], prefix: Prefix) -> None:
         with self._lock:
             name = scope, prefix.token_ids
+            if name in self._found:
+                self._found.move_to_end(name)
+                return
             if sum(map(_storage, prefix.pieces)) > PREFIX_BYTES:
                 return  # used, but not kept
-            if name not in self._found:
-                self._found[name] = prefix
-                for piece in prefix.pieces:
-                    self._holders[id(piece)] += 1
-                    self.nbytes += _storage(piece) if self._holders[id(piece)] == 1 else 0
-            self._found.move_to_end(name)
+            self._found[name] = prefix
+            for piece in prefix.pieces:
+                self._holders[id(piece)] += 1
+                self.nbytes += _storage(piece) if self._holders[id(piece)] == 1 else 0
             while len(self._found) > _MOST or self.nbytes > PREFIX_BYTES:
                 self._drop()
 

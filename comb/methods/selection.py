@@ -26,16 +26,15 @@ from comb.linking.cache import Span
 class TokenCount:
     """A parameter that is a number of tokens."""
 
-    least: int = 0
     step: int = 1
     everything = 2**16
     """A value with which a rule chooses all tokens."""
 
     def check(self, parameter: str, value: object) -> None:
         """Raises ValueError if `value` isn't one."""
-        if type(value) is not int or value < self.least or value % self.step:
+        if type(value) is not int or value < 0 or value % self.step:
             kind = "an integer" if self.step == 1 else "an even integer"
-            raise ValueError(f"{parameter} is a number of tokens, {kind} of at least {self.least}, got {value!r}")
+            raise ValueError(f"{parameter} is a number of tokens, {kind} of at least 0, got {value!r}")
 
 
 @dataclass(frozen=True)
@@ -94,6 +93,18 @@ class Rule:
             if name in self.kinds and not (value is None and self.defaults[name] is None):
                 self.kinds[name].check(f"{method}:{name}", value)
         return {**self.defaults, **given}
+
+    def select(self, prompt: Any, spans: Sequence[Span], behind_front: bool, **parameters: Any) -> list[int]:
+        """Sorted positions of the document tokens that are computed again in a prompt with documents at `spans`.
+
+        The first token of a prompt that begins with a document which knows itself behind something that isn't there is
+        always among them: it has to become the prompt's attention sink.
+
+        Args:
+            prompt: for a rule that looks, the `PromptLayout`; else nothing is asked of it.
+        """
+        chosen = self.choose(prompt if self.looks else spans, **parameters)
+        return sorted({0, *chosen}) if behind_front and spans and not spans[0].start else chosen
 
     @property
     def everything(self) -> dict[str, Any]:

@@ -64,10 +64,10 @@ class LinkingLayout:
         return max(method.seam or 0, self.columns), method.seam or 0
 
     def plan(self, method: LinkMethod, length: int, spans: Sequence[Range]) -> LinkPlan:
-        """Of a prompt: see `plan.plan`."""
+        """Of a prompt: see `plan.plan`. Raises ValueError for spans that overlap, are empty, or leave the prompt."""
+        check_spans(length, spans)
         if method.states:
             return plan_interiors(length, spans, *self.seams(method))
-        check_spans(length, spans)
         return plan(length, spans, method.recomputed(spans))
 
     def write(self, folder: Path) -> None:

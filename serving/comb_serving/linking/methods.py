@@ -62,9 +62,8 @@ class LinkMethod:
     def recomputed(self, spans: Sequence[Range]) -> list[int]:
         """Sorted positions of the document tokens that are computed again; `spans` as in `plan.plan`."""
         alone = self.front == "none"
-        chosen = self.rule.choose([Span(*span, first=alone and not span[0]) for span in spans], **self.values)
-        # behind a front a document's first token is no attention sink, and a prompt that begins with it has no other
-        return sorted({0, *chosen}) if not alone and spans and not spans[0][0] else chosen
+        found = [Span(*span, first=alone and not span[0]) for span in spans]
+        return self.rule.select(None, found, not alone, **self.values)
 
     @classmethod
     def parse(cls, spec: str) -> LinkMethod:

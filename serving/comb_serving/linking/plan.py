@@ -55,12 +55,9 @@ def plan(length: int, spans: Sequence[Range], recomputed: Sequence[int]) -> Link
     The last token of the prompt is always computed by the request itself, as something has to be sampled from.
 
     Args:
+        spans: as `check_spans` lets them pass.
         recomputed: sorted positions of document tokens that are computed again.
-
-    Raises:
-        ValueError: for spans that overlap, are empty, or leave the prompt.
     """
-    check_spans(length, spans)
     loads, seams, position, last = [], [], 0, length - 1
     for number, (start, tokens) in enumerate(spans):
         end = min(start + tokens, last)
@@ -88,7 +85,6 @@ def plan_interiors(length: int, spans: Sequence[Range], head: int, tail: int) ->
     Their states are those behind the whole interior of a document, so that of none a part is loaded, and each has its
     seams wherever it stands; the request begins right behind the last one.
     """
-    check_spans(length, spans)
     loads, seams, position = [], [], 0
     for number, (start, tokens) in enumerate(spans):
         kept = interior(tokens, head, tail)

@@ -6,14 +6,13 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from comb.backbones.discovery import start_token_id
 from comb.backbones.fingerprint import same_embedding
 from comb.backbones.loading import load_config
 from comb.backbones.primer import primer_ids
 from comb.backbones.rotary import primer_limit
 from comb.backbones.tokenizer import load_tokenizer
 from comb.linktokens.config import LinkTokensConfig
-from comb.methods.fronts import dummies_of
+from comb.methods.fronts import dummy_ids
 from comb_serving.config.options import ServeOptions
 from comb_serving.linking.methods import LinkMethod
 from comb_serving.vllm.fixed_weights import check_no_transfer
@@ -66,13 +65,7 @@ def front_for(method: LinkMethod, checkpoint: str | Path, link_tokens: str | Non
     config = load_config(checkpoint)
     if method.front == "prose":
         return primer_ids(True, load_tokenizer(checkpoint), primer_limit(config))
-    token = start_token_id(config.get_text_config(decoder=True))
-    if token is None:
-        raise ValueError(
-            f"{method.name} compiles documents behind BOS or EOS tokens, and the model has neither: choose --method "
-            "legolink:16"
-        )
-    return [token] * dummies_of(method.front)
+    return dummy_ids(method.front, config.get_text_config(decoder=True))
 
 
 def method_of(vllm_config: Any) -> LinkMethod:
