@@ -5,7 +5,7 @@
 DATA is a file, a folder or a set on the Hub of rows {"documents": ["..."], "query": "...", "answer": "..."}. What a run
 costs, before it is started:
 
-    comb train configs/smollm2-135m.yaml model.backbone=BACKBONE data=DATA --dry-run
+    comb train configs/nano.yaml model=BACKBONE data=DATA --dry-run
 """
 
 import sys

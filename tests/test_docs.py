@@ -33,7 +33,6 @@ NAMES = {
 LESS: dict[str, list[str]] = {
     "comb train": TRAIN,
     "comb train configs/nano.yaml": [*TRAIN, "data.limit=24"],
-    "comb train configs/smollm2-135m.yaml data=passages": [*TRAIN, "data.limit=24"],
     "comb train configs/linktokens-smollm2-135m.yaml": [*TRAIN, "data.epoch_examples=52"],
     "comb answers": ["data.limit=4"],
     "comb eval": ["--limit", "2"],
@@ -61,13 +60,11 @@ LESS: dict[str, list[str]] = {
 MADE = {
     "out/demo": "configs/nano.yaml",
     "out/nano": "configs/nano.yaml",
-    "out/adapter": "configs/nano.yaml model.options={} model.num_encoder_layers=2",
-    "out/smollm2-135m": "configs/smollm2-135m.yaml",
+    "out/adapter": "configs/nano.yaml",
     "out/linktokens-smollm2-135m": "configs/linktokens-smollm2-135m.yaml",
-    "out/qwen3-8b": "configs/qwen3-8b.yaml train.deepspeed=null",
+    "out/front": "configs/front.yaml model=nano",
     "out/nano-mixture": "configs/nano-mixture.yaml",
     "out/nano-squad": "configs/nano-squad.yaml",
-    "training/adapters/comb-smollm2-135m": "configs/smollm2-135m.yaml",
 }
 """Adapters that commands and programs name: how each is trained."""
 

@@ -24,7 +24,7 @@ from comb.evaluation.table import Column, Row, TextTable, Timing, fixed
 class GpuOptions(OutOptions):
     """Of `comb bench kernels`."""
 
-    part: Annotated[str, typer.Option(help="paged (and joint attention), mac, or seams: recomputed tokens")] = "paged"
+    part: Annotated[str, typer.Option(help="paged, mac, or seams: recomputed tokens")] = "paged"
     device: Annotated[str, typer.Option(help="cuda, cuda:1, or cpu with TRITON_INTERPRET=1")] = "cuda"
     tiny: Annotated[bool, typer.Option("--tiny", help="a few small sizes, to see that everything runs")] = False
 

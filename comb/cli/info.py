@@ -29,7 +29,8 @@ def describe(model: CombForCausalLM) -> Table:
         f"scaled by {info.embedding_scale:g}",
         "context": f"{info.max_position_embeddings} tokens; documents up to {model.max_document_tokens}",
         "encoder": _encoder(encoder),
-        **_readers(model),
+        "cross blocks": f"before layers {model.config.cross_attention_layers}, reading encoder layers "
+        f"{model.config.cross_encoder_layers}",
         "parameters": f"{total:,d}, of them {trainable:,d} ({100 * trainable / total:.1f}%) in the adapter",
         "cache per document token": _bytes(model),
         **describe_hybrid(model.backbone),
@@ -43,19 +44,8 @@ def describe(model: CombForCausalLM) -> Table:
 
 
 def _encoder(config: CombEncoderConfig) -> str:
-    if not config.shared_layers:
-        mask = "causal" if config.causal else "bidirectional"
-        return f"{config.num_hidden_layers} layers, {mask}, {config.norm_placement}-norm, q/k norm {config.qk_norm}"
-    behind = f", behind a primer of {len(config.primer)} tokens" if config.primer else ""
-    return f"the backbone's own first {config.num_hidden_layers} layers{behind}"
-
-
-def _readers(model: CombForCausalLM) -> dict[str, str]:
-    layers, config = model.config.cross_attention_layers, model.encoder.config
-    if config.joint_attention:
-        return {"joint attention": f"in layers {layers}"}
-    sources = "" if config.shared_layers else f", reading encoder layers {model.config.cross_encoder_layers}"
-    return {"cross blocks": f"before layers {layers}{sources}"}
+    mask = "causal" if config.causal else "bidirectional"
+    return f"{config.num_hidden_layers} layers, {mask}, {config.norm_placement}-norm, q/k norm {config.qk_norm}"
 
 
 def _kinds(kinds: tuple[str, ...]) -> str:

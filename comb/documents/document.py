@@ -5,7 +5,7 @@ from __future__ import annotations
 import operator
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields
-from itertools import accumulate, chain
+from itertools import chain
 from typing import Any
 
 from comb.documents.messages import Message, Reference, as_messages
@@ -144,11 +144,6 @@ class Prompt:
         return tuple(found)
 
     @property
-    def placed_behind(self) -> tuple[int, ...]:
-        """How many tokens of `query` stand in front of each segment, where these have places beside it."""
-        return places_behind(self.fresh)
-
-    @property
     def query(self) -> tuple[int, ...]:
         """The prompt without its documents, as a COMB decoder reads it."""
         return tuple(chain.from_iterable(self.fresh))
@@ -170,27 +165,6 @@ class Prompt:
                 return min(count, position), index, rest
             position += len(segment)
         raise AssertionError("the last run has no segment behind it")
-
-
-def places_behind(fresh: Sequence[Sequence[int]]) -> tuple[int, ...]:
-    """How many tokens of a decoder's own prompt stand in front of each document that has its place beside it.
-
-    The last token is behind all of them, as the answer goes on from it.
-
-    Args:
-        fresh: the prompt's tokens in front of each document, and last those behind all.
-    """
-    most = sum(map(len, fresh)) - 1
-    return tuple(min(most, count) for count in accumulate(map(len, fresh[:-1])))
-
-
-def behind_first(behind: Sequence[int], own: int) -> tuple[int, ...]:
-    """`places_behind` of a prompt of `own` tokens whose documents know themselves behind a primer.
-
-    Attention rests on the first token of a text (StreamingLLM), which is none of theirs: so the prompt's is in front of
-    them, unless it is the only one.
-    """
-    return tuple(max(min(1, own - 1), place) for place in behind)
 
 
 _DOCUMENTS = Reference(None)

@@ -35,7 +35,6 @@ from comb.engine.segmenter import REMEMBERED, Segmenter, cut_document
 from comb.engine.workers import CompileExecutor
 from comb.mac import MacConfig, MacSession
 from comb.mac.accounting import MacReport
-from comb.mac.session import check_joins
 from comb.methods.base import DecodeState, LinkRequest, Method
 from comb.methods.full import token_picache
 from comb.methods.past_state import PastState
@@ -122,8 +121,6 @@ class AnswerSteps:
         encoder_enabled: bool,
     ) -> None:
         check_tokenizer(model, tokenizer)
-        if mac is not None:
-            check_joins(model)
         self.model, self.tokenizer, self.method = model, tokenizer, method
         self.store, self.salt = store, salt
         self.prompt_builder, self.splitter = prompt_builder, splitter

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
-from itertools import zip_longest
 
 from comb.backbones.identity import identity_of
 from comb.documents.catalog import KeyedSegment
@@ -22,13 +21,11 @@ class TurnEnd:
         past: what to go on from; None if its cache can't be.
         stamp: of the method and the weights that computed it.
         keys: of all documents' segments so far.
-        behind: how many of the prompt's own tokens stand in front of each.
     """
 
     past: PastState | None
     stamp: Hashable
     keys: tuple[str, ...]
-    behind: tuple[int, ...]
 
     @classmethod
     def of(cls, start: TurnStart, decoded: DecodedBatch, *, rewritten: bool) -> TurnEnd:
@@ -37,7 +34,7 @@ class TurnEnd:
         past = past_state_behind(token_ids, decoded.cache)
         if past is None or (rewritten and not past.can_be_cut):
             past = past_state_behind(token_ids, decoded.state.past_key_values)
-        return cls(past, start.stamp, start.keys, start.behind)
+        return cls(past, start.stamp, start.keys)
 
 
 @dataclass(frozen=True)
@@ -48,7 +45,7 @@ class TurnStart:
         past: what it goes on from; None when it is linked from its first token.
         continued: documents' segments that `past` contains.
         question: what is to be linked behind it.
-        stamp, keys, behind: as in `TurnEnd`, for the whole turn.
+        stamp, keys: as in `TurnEnd`, for the whole turn.
         reason: why nothing is gone on from; empty for a first turn.
     """
 
@@ -57,7 +54,6 @@ class TurnStart:
     question: PreparedQuestion
     stamp: Hashable
     keys: tuple[str, ...]
-    behind: tuple[int, ...]
     reason: str = ""
 
     @property
@@ -69,16 +65,13 @@ class TurnStart:
     def plan(cls, before: TurnEnd | None, method: Method, question: PreparedQuestion) -> TurnStart:
         """Where to begin with `question`, the whole conversation's."""
         stamp = id(method), method.fingerprint, identity_of(method.model).number
-        keys, behind = tuple(segment.key for segment in question.segments), question.prompt.placed_behind
+        keys = tuple(segment.key for segment in question.segments)
         reason = "" if before is None else _why_not(before, method, stamp, keys)
         past, segments, rest = None, 0, question.prompt
         if before is not None and before.past is not None and not reason:
-            read = _read_alike(before, keys, behind) if method.places_documents else None
-            past, segments, rest, reason = _behind(
-                before.past, rest, documents_inside=not method.uses_encoder, most=read
-            )
+            past, segments, rest, reason = _behind(before.past, rest, documents_inside=not method.uses_encoder)
         left = PreparedQuestion(question.segments[segments:], rest)
-        return cls(past, question.segments[:segments], left, stamp, keys, behind, reason)
+        return cls(past, question.segments[:segments], left, stamp, keys, reason)
 
 
 def _why_not(before: TurnEnd, method: Method, stamp: Hashable, keys: tuple[str, ...]) -> str:
@@ -86,40 +79,27 @@ def _why_not(before: TurnEnd, method: Method, stamp: Hashable, keys: tuple[str, 
         return "the last answer left no cache to go on from (beams, use_cache=False or the like), or it was released"
     if before.stamp != stamp:
         return "the model's weights have changed, or another method answers than before"
-    if method.uses_encoder and not method.places_documents and before.keys != keys:
+    if method.uses_encoder and before.keys != keys:
         # the past was computed without them
         return "there are new documents, and every token of the conversation reads all documents"
     return method.why_not_continue()
 
 
-def _read_alike(before: TurnEnd, keys: tuple[str, ...], behind: tuple[int, ...]) -> int | None:
-    """Up to which of the prompt's own tokens the documents in front of each are those of the turn before; None: all."""
-    old, new = zip(before.behind, before.keys, strict=True), zip(behind, keys, strict=True)
-    parted = next((pair for pair in zip_longest(old, new) if pair[0] != pair[1]), None)
-    return None if parted is None else min(document[0] for document in parted if document is not None)
-
-
-def _behind(
-    past: PastState, prompt: Prompt, *, documents_inside: bool, most: int | None
-) -> tuple[PastState | None, int, Prompt, str]:
+def _behind(past: PastState, prompt: Prompt, *, documents_inside: bool) -> tuple[PastState | None, int, Prompt, str]:
     """As much of `past` as `prompt` begins with, the segments in there, the rest of `prompt`; or why there is none.
 
     Where documents aren't inside, they and the prompt stay whole: how much of it is there is for `past` to say.
-
-    Args:
-        most: tokens of it, at most.
     """
     token_ids = prompt.flat if documents_inside else prompt.query
     same = common_length(past.token_ids, token_ids)
     # one token at least is left to compute: its logits are what decoding starts from
-    cut = min(same, len(token_ids) - 1, len(token_ids) if most is None else most)
+    cut = min(same, len(token_ids) - 1)
     segments, rest = 0, prompt
     if documents_inside:
         cut, segments, rest = prompt.behind(cut)
     if cut == len(past.token_ids):
         return past, segments, rest, ""
-    what = "the chat is rendered with other tokens" if most is None or same <= most else "there are other documents"
-    changed = f"{what} than before from token {same if most is None else min(same, most)} of {len(past.token_ids)} on"
+    changed = f"the chat is rendered with other tokens than before from token {same} of {len(past.token_ids)} on"
     if not past.can_be_cut:
         return None, 0, prompt, f"{changed}, and states or sliding windows can't be cut there"
     return (past.cut(cut), segments, rest, "") if cut else (None, 0, prompt, changed)

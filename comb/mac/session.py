@@ -45,16 +45,6 @@ class _LayerState:
     off: str = ""
 
 
-def check_joins(model: Any) -> None:
-    """Raises ValueError for an adapter whose documents MAC would leave out."""
-    encoder = getattr(getattr(model, "encoder", None), "config", None)
-    if getattr(encoder, "joint_attention", False):
-        raise ValueError(
-            "this adapter's layers read documents with their own attention (joint_attention), and MAC would stand in "
-            "for it without them: leave mac out"
-        )
-
-
 class MacSession:
     """MAC attention on `model` inside of a ``with`` block; made by `mac`.
 
@@ -62,13 +52,11 @@ class MacSession:
     again, it goes on counting, and layers that an audit has switched off stay off.
 
     Raises:
-        ValueError: the model's adapter reads documents with joint attention.
         UnsupportedModelError: on entering, when MAC can't stand in for the model's attention.
         RuntimeError: on entering, when a session is on this model already.
     """
 
     def __init__(self, model: Any, config: MacConfig) -> None:
-        check_joins(model)
         self.backbone = backbone_of(model)
         self.config = config
         self.steps = 0

@@ -86,7 +86,6 @@ class DecodeState:
         attention_mask: [rows, prompt tokens], 0 at padding.
         past_key_values: covers a strict prefix of `input_ids`, or None.
         documents: per row, the PICaches that COMB's decoder reads; None when there are none in any row.
-        behind: for joint attention, how many tokens of its row stand in front of each of them.
         recomputed: per row, document tokens that the backbone prefilled again.
         passed: tokens that have passed through the backbone while the state was made, as `counted_passes` counts them.
         head_tokens: of the prompt's head, that were cached.
@@ -101,7 +100,6 @@ class DecodeState:
     attention_mask: torch.Tensor
     past_key_values: Cache | None = None
     documents: list[list[PICache]] | None = None
-    behind: list[list[int]] | None = None
     recomputed: tuple[int, ...] = (0,)
     passed: float = 0.0
     head_tokens: int = 0
@@ -181,7 +179,7 @@ class DecodeState:
         start = 0 if past is None else past.get_seq_length()
         ids = torch.cat([self.input_ids[:, start:], answer[:, :-1]], dim=1)
         mask = torch.cat([self.attention_mask, torch.ones_like(answer[:, :-1])], dim=1)
-        extra = self._documents
+        extra: dict[str, Any] = {} if self.documents is None else {"documents": self.documents}
         outputs = []
         size = ids.shape[1] if past is None or self.step is None else self.step
         starts = list(range(0, ids.shape[1], size))
@@ -229,18 +227,13 @@ class DecodeState:
             copies = max(int(self._setting(name, generate_kwargs) or 1) for name in names)
             if copies > 1:
                 repeat_rows(past, copies)
-        generate_kwargs |= self._documents
+        if self.documents is not None:
+            generate_kwargs["documents"] = self.documents
         self._check_crossing(generate_kwargs)
         with exclusive(self.model), generating_behind(self.model, past):
             settle(backbone_of(self.model), self.input_ids.shape[1])
             arguments = _with_configuration(self.model, generate_kwargs)
             return self.model.generate(self.input_ids, attention_mask=self.attention_mask, **arguments)
-
-    @property
-    def _documents(self) -> dict[str, Any]:
-        """What a pass is told of documents."""
-        given = {"documents": self.documents, "behind": self.behind}
-        return {name: value for name, value in given.items() if value is not None}
 
     def _setting(self, name: str, generate_kwargs: dict[str, Any]) -> Any:
         """What `generate` will take for a setting: its argument, the configuration given, or the model's own."""
@@ -344,11 +337,6 @@ class Method(ABC):
         return dict(parameters)
 
     @property
-    def places_documents(self) -> bool:
-        """Whether an encoder's documents have places in the prompt, and what is in front of them doesn't read them."""
-        return False
-
-    @property
     @abstractmethod
     def fingerprint(self) -> str:
         """Everything that changes what `compile` gives: model and adapter, parameters, dtype."""
@@ -423,7 +411,7 @@ class Method(ABC):
     @property
     def compile_depth(self) -> float:
         """Share of the backbone's layers that a token passes in `compile`."""
-        return 0.0 if self.keeps_tokens_only else 1.0
+        return 0.0 if self.keeps_tokens_only or self.uses_encoder else 1.0
 
     @property
     def backbone(self) -> Any:

@@ -9,14 +9,11 @@ from typing import Any
 import torch
 
 from comb.backbones.exclusive import exclusive
-from comb.backbones.forward import counted_passes
 from comb.cache.picache import CrossPICache, PICache
-from comb.documents.document import places_behind
 from comb.linking.support import takes_padded_rows
 from comb.methods.base import DecodeState, LinkRequest, Method
 from comb.methods.continuation import continue_tokens, pass_size, why_not_continue
 from comb.methods.past_state import PastState
-from comb.methods.prefixes import behind_prefix
 from comb.methods.registry import register
 from comb.waits import all_finite
 
@@ -26,8 +23,7 @@ class Comb(Method):
     """Documents as keys and values of the cross blocks; the decoder's own prompt is head + query.
 
     Position-independent by construction: segments are encoded alone from position zero, and cross-attention has no
-    positions, so neither the order of the documents nor their neighbours matter. With joint attention documents stand
-    where they do in the prompt: their keys are turned there at link time, and the head is an ordinary prefix.
+    positions, so neither the order of the documents nor their neighbours matter.
 
     Source: COMB sec. 3 (encoder and cross blocks).
 
@@ -59,14 +55,6 @@ class Comb(Method):
         """Rows are padded, which not every model takes."""
         return takes_padded_rows(self.backbone)
 
-    @property
-    def compile_depth(self) -> float:
-        return float(self.model.compile_depth)
-
-    @property
-    def compiled_behind(self) -> Sequence[int]:
-        return self.model.encoder.config.primer or ()
-
     def compile(self, segments: Sequence[Sequence[int]]) -> list[PICache]:
         """One CrossPICache per segment.
 
@@ -87,18 +75,11 @@ class Comb(Method):
         return picaches
 
     def link_batch(self, rows: Sequence[LinkRequest]) -> DecodeState:
-        """One row behind its cached head, where that doesn't read documents; several rows in one batch."""
+        """Left-padded rows of the decoder's own tokens, and what they read."""
         prompts = [_own(row) for row in rows]
         for row, prompt in zip(rows, prompts, strict=True):
             self._check(row)
-            self.check_prompt(self._placed_tokens(row) if prompt else 0, len(prompt))
-        if len(rows) == 1 and rows[0].picaches and self._apart(rows[0]):
-            with exclusive(self.backbone), counted_passes() as passed:
-                past, head_tokens, _ = behind_prefix(self, rows[0], None)
-                if past is not None:
-                    state = self.continue_row(past, rows[0])
-                    state.passed, state.head_tokens = state.passed + passed.tokens, head_tokens
-                    return state
+            self.check_prompt(0, len(prompt))
         input_ids, attention_mask = self.tensors(prompts)
         state = DecodeState(self.model, input_ids, attention_mask, recomputed=(0,) * len(rows))
         return self._reading(state, rows)
@@ -113,7 +94,7 @@ class Comb(Method):
         """The query goes on; `row` is whole, with all documents of the conversation."""
         self._check(row)
         prompt = _own(row)
-        self.check_prompt(self._placed_tokens(row), len(prompt))
+        self.check_prompt(0, len(prompt))
         state = continue_tokens(self, past, prompt[len(past.token_ids) :])
         state.model = self.model
         return self._reading(state, [row])
@@ -122,21 +103,7 @@ class Comb(Method):
         """The state, with its rows' documents."""
         if any(row.picaches for row in rows):
             state.documents = [list(row.picaches) for row in rows]
-            if self.places_documents:
-                state.behind = [list(places_behind(row.fresh)) for row in rows]
         return state
-
-    def _apart(self, row: LinkRequest) -> bool:
-        """Whether no token of a row's head reads documents."""
-        return self.places_documents and places_behind(row.fresh)[0] >= len(row.head_ids)
-
-    def _placed_tokens(self, row: LinkRequest) -> int:
-        """Tokens of a row's documents that take up positions of the model."""
-        return sum(picache.num_tokens for picache in row.picaches) if self.places_documents else 0
-
-    @property
-    def places_documents(self) -> bool:
-        return bool(self.model.places_documents)
 
     def _check(self, row: LinkRequest) -> None:
         for picache in row.picaches:

@@ -42,10 +42,6 @@ class Quantized(Method):
         return self.method.compiled_behind
 
     @property
-    def places_documents(self) -> bool:
-        return self.method.places_documents
-
-    @property
     def max_segment_tokens(self) -> int | None:
         return self.method.max_segment_tokens
 

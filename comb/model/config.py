@@ -13,13 +13,10 @@ FORMAT_VERSION = 1
 
 NORM_PLACEMENTS = ("pre", "post", "sandwich")
 QK_NORMS = ("none", "head", "flat")
-CROSS_QK_NORMS = ("head", "none")
-SINKS = ("token", "null")
 
-
-CONFIGURED_LATER = {"shared_layers": False, "cross_qk_norm": "head", "sink": "token", "key_distance": 0,
-                    "cross_mlp": True, "joint_attention": False, "primer": None}  # fmt: skip
-"""Fields of `CombEncoderConfig` that adapters of before don't have, and what they were."""
+_REMOVED = {"shared_layers": False, "cross_qk_norm": "head", "sink": "token", "key_distance": 0,
+            "cross_mlp": True, "joint_attention": False, "primer": None}  # fmt: skip
+"""Fields of `CombEncoderConfig` that adapters of version 0.1 have, and what they are in the form that is left."""
 
 
 class CombEncoderConfig(PreTrainedConfig):
@@ -37,25 +34,6 @@ class CombEncoderConfig(PreTrainedConfig):
         causal: a causal mask inside the encoder (the paper's eq. 2); the published code is bidirectional.
         kv_input_norm: an RMSNorm in front of each cross layer's K and V projections. The COMB release has none;
             with it the projections can start from a backbone layer's.
-        shared_layers: the encoder has no layers of its own: a document runs through the frozen backbone's first layers,
-            and the head of a cross block reads what the decoder layer behind the block is given there. Nothing but
-            heads and blocks is trained or saved; compiling a document costs that share of a prefill.
-        cross_qk_norm: whether cross-attention normalises queries and keys per head (``head``, COMB release) or takes
-            them as they are (``none``), as the layers that it starts from do.
-        sink: what a document's first token leaves in its PICache: its own keys and values like any other's (``token``,
-            the COMB release), or a learned key and value that are the same for all documents (``null``). The first
-            token is where a causal backbone rests its attention (StreamingLLM), with a key like no other's, which
-            documents that are read side by side would repeat; the null key gives the attention that place to rest.
-        key_distance: 0 gives cross-attention no positions (COMB). With d, keys leave the head turned by the backbone's
-            rotary embedding as a query sees them that stands d tokens behind the document's last one, wherever the
-            document stands in the prompt: token i of n by i - n + 1 - d. Queries aren't turned, so linking and order
-            are as without.
-        cross_mlp: whether cross blocks have an MLP behind their attention (COMB), three quarters of their weights.
-        joint_attention: no cross blocks; documents' keys and values are further keys and values of the decoder layer's
-            own attention, one softmax over both as in a prompt, by the layer's own queries. Documents stand at their
-            places in the prompt: tokens behind them are as far from what is in front of them as if they were there.
-        primer: token ids that documents run through the shared layers behind, and that leave nothing in a PICache: in
-            the middle of a text tokens are what they are in a prompt (see `comb.backbones.primer`). None for nothing.
         max_position_embeddings: the longest document in tokens.
     """
 
@@ -80,16 +58,14 @@ class CombEncoderConfig(PreTrainedConfig):
     norm_placement: str = "pre"
     causal: bool = False
     kv_input_norm: bool = True
-    shared_layers: bool = False
-    cross_qk_norm: str = "head"
-    sink: str = "token"
-    key_distance: int = 0
-    cross_mlp: bool = True
-    joint_attention: bool = False
-    primer: list[int] | None = None
     initializer_range: float | int = 0.02
 
     def __post_init__(self, **kwargs: Any) -> None:
+        if found := sorted(name for name, value in _REMOVED.items() if kwargs.pop(name, value) != value):
+            raise ValueError(
+                f"the adapter is of a form that comb doesn't have any more ({', '.join(found)}): train a front "
+                "(configs/front.yaml), which leaves less of the divergence, or ask it with the version that made it"
+            )
         check_types(self)
         self.check()
         super().__post_init__(**kwargs)
@@ -98,20 +74,8 @@ class CombEncoderConfig(PreTrainedConfig):
         """Raises ValueError for values that make no sense."""
         if self.qk_norm not in QK_NORMS:
             raise ValueError(f"qk_norm is one of {', '.join(QK_NORMS)}, not {self.qk_norm!r}")
-        for name, known in (
-            ("norm_placement", NORM_PLACEMENTS), ("cross_qk_norm", CROSS_QK_NORMS), ("sink", SINKS)
-        ):  # fmt: skip
-            if getattr(self, name) not in known:
-                raise ValueError(f"{name} is one of {', '.join(known)}, not {getattr(self, name)!r}")
-        if self.key_distance < 0:
-            raise ValueError(
-                f"key_distance is a number of tokens, or 0 for keys without positions, not {self.key_distance}"
-            )
-        for name in ("joint_attention", "primer"):
-            if getattr(self, name) and not self.shared_layers:
-                raise ValueError(f"{name} is for documents that run through the backbone's own layers: shared_layers")
-        if self.joint_attention and self.key_distance:
-            raise ValueError("joint_attention has documents at their places in the prompt: leave key_distance out")
+        if self.norm_placement not in NORM_PLACEMENTS:
+            raise ValueError(f"norm_placement is one of {', '.join(NORM_PLACEMENTS)}, not {self.norm_placement!r}")
         if self.num_attention_heads % self.num_key_value_heads:
             raise ValueError(
                 f"num_attention_heads ({self.num_attention_heads}) must be a multiple of "
@@ -195,11 +159,3 @@ def spread_encoder_layers(num_encoder_layers: int, num_cross_layers: int) -> lis
     2 encoder layers, 4 cross blocks -> [0, 0, 1, 1].
     """
     return [max(0, -(-(index + 1) * num_encoder_layers // num_cross_layers) - 1) for index in range(num_cross_layers)]
-
-
-def deepest_encoder_layers(num_encoder_layers: int, cross_layers: list[int]) -> list[int]:
-    """For an encoder of the backbone's first layers: what each cross block reads, the deepest layer before its own.
-
-    A block in front of layer 4 reads encoder layer 3, whose output is what the backbone's layer 4 is given.
-    """
-    return [min(num_encoder_layers - 1, max(0, layer - 1)) for layer in cross_layers]

@@ -11,7 +11,6 @@ from transformers.models.llama.modeling_llama import LlamaMLP, LlamaRMSNorm
 
 from comb.model.attention import Lengths, attend, uses_packing
 from comb.model.config import CombEncoderConfig
-from comb.model.encoder import cross_norm
 from comb.waits import on_device
 
 KeyValues = tuple[Tensor, Tensor]  # each [cross_layers, tokens, kv_heads, head_dim]
@@ -132,7 +131,7 @@ class CrossAttention(nn.Module):
         width = config.num_attention_heads * config.head_dim
         self.q_proj = nn.Linear(config.hidden_size, width, bias=config.cross_bias)
         self.o_proj = nn.Linear(width, config.hidden_size, bias=False)
-        self.q_norm = cross_norm(config)
+        self.q_norm = LlamaRMSNorm(config.head_dim, config.rms_norm_eps)
 
     def forward(self, hidden: Tensor, documents: LinkedDocuments, layer: int) -> Tensor:
         """[rows_with_documents, tokens, hidden] -> the same shape."""
@@ -151,9 +150,7 @@ class CrossAttention(nn.Module):
 
 
 class CrossBlock(nn.Module):
-    """Cross-attention and, with `config.cross_mlp`, a gated MLP in front of one decoder layer.
-
-    Each is behind a tanh gate that starts at zero.
+    """Cross-attention and a gated MLP in front of one decoder layer, each behind a tanh gate that starts at zero.
 
     Args:
         config: shape of the encoder, shared by the block.
@@ -166,16 +163,14 @@ class CrossBlock(nn.Module):
         self.input_layernorm = LlamaRMSNorm(config.hidden_size, config.rms_norm_eps)
         self.cross_attn = CrossAttention(config)
         self.attention_gate = nn.Parameter(torch.zeros(1))
-        self.has_mlp = config.cross_mlp
-        if self.has_mlp:
-            self.post_attention_layernorm = LlamaRMSNorm(config.hidden_size, config.rms_norm_eps)
-            self.mlp = LlamaMLP(config)
-            self.mlp_gate = nn.Parameter(torch.zeros(1))
+        self.post_attention_layernorm = LlamaRMSNorm(config.hidden_size, config.rms_norm_eps)
+        self.mlp = LlamaMLP(config)
+        self.mlp_gate = nn.Parameter(torch.zeros(1))
 
     @property
     def gates(self) -> list[nn.Parameter]:
-        """The attention's, and the MLP's if there is one."""
-        return [self.attention_gate, *([self.mlp_gate] if self.has_mlp else [])]
+        """The attention's and the MLP's."""
+        return [self.attention_gate, self.mlp_gate]
 
     def forward(self, hidden: Tensor, documents: LinkedDocuments) -> Tensor:
         """[batch, tokens, hidden] -> the same; rows without documents come back untouched, bit for bit."""
@@ -192,7 +187,6 @@ class CrossBlock(nn.Module):
         x = hidden.to(self.attention_gate)
         attended = self.cross_attn(self.input_layernorm(x), documents, self.layer)
         x = x + self.attention_gate.tanh() * attended
-        if self.has_mlp:
-            x = x + self.mlp_gate.tanh() * self.mlp(self.post_attention_layernorm(x))
+        x = x + self.mlp_gate.tanh() * self.mlp(self.post_attention_layernorm(x))
         result: Tensor = x.to(hidden)
         return result

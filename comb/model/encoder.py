@@ -13,7 +13,6 @@ from transformers.models.llama.modeling_llama import LlamaMLP, LlamaRMSNorm, rot
 
 from comb.model.attention import Lengths, attend, uses_packing
 from comb.model.config import CombEncoderConfig
-from comb.waits import on_device
 
 
 def rotary_frequencies(config: CombEncoderConfig) -> tuple[Tensor, float]:
@@ -51,25 +50,16 @@ class Rotary(nn.Module):
         self.config = config
         self._comb_found: tuple[Tensor, float] | None = None  # of the configuration: named as what is no setting
 
-    @property
-    def factor(self) -> float:
-        """What `forward` multiplies with, once something was turned."""
-        return 1.0 if self._comb_found is None else self._comb_found[1]
-
     def forward(self, positions: Tensor) -> tuple[Tensor, Tensor]:
         """Cosine and sine, float32. positions [rows, tokens] -> 2 x [rows, tokens, rotary_dim]"""
-        cosine, sine = self.turning(positions)
-        return cosine * self.factor, sine * self.factor
-
-    def turning(self, positions: Tensor) -> tuple[Tensor, Tensor]:
-        """The same without the factor: turns what is turned already further."""
         # made at first use, not in __init__: there the module may still be on the meta device
         if self._comb_found is None or self._comb_found[0].device != positions.device:
             frequencies, factor = rotary_frequencies(self.config)
             self._comb_found = frequencies.to(positions.device), factor
-        angles = positions[..., None].float() * self._comb_found[0]
+        frequencies, factor = self._comb_found
+        angles = positions[..., None].float() * frequencies
         angles = torch.cat((angles, angles), dim=-1)
-        return angles.cos(), angles.sin()
+        return angles.cos() * factor, angles.sin() * factor
 
 
 def apply_rotary(x: Tensor, cosine: Tensor, sine: Tensor) -> Tensor:
@@ -147,14 +137,6 @@ class EncoderLayer(GradientCheckpointingLayer):
         return hidden + self.mlp_output_norm(self.mlp(self.post_attention_layernorm(hidden)))  # type: ignore[no-any-return]
 
 
-def cross_norm(config: CombEncoderConfig) -> nn.Module:
-    """The norm of cross-attention's queries, or keys, per head."""
-    if config.cross_qk_norm == "none":
-        return nn.Identity()
-    norm: nn.Module = LlamaRMSNorm(config.head_dim, config.rms_norm_eps)
-    return norm
-
-
 class KeyValueHead(nn.Module):
     """Projects one encoder layer's output to the keys and values of one cross block (COMB eq. 5, 6).
 
@@ -168,34 +150,17 @@ class KeyValueHead(nn.Module):
         self.norm = LlamaRMSNorm(config.hidden_size, config.rms_norm_eps) if config.kv_input_norm else nn.Identity()
         self.k_proj = nn.Linear(config.hidden_size, width, bias=config.cross_bias)
         self.v_proj = nn.Linear(config.hidden_size, width, bias=config.cross_bias)
-        self.k_norm = cross_norm(config)
-        if config.sink == "null":
-            self.null_key = nn.Parameter(torch.zeros(config.num_key_value_heads, config.head_dim))
-            self.null_value = nn.Parameter(torch.zeros(config.num_key_value_heads, config.head_dim))
+        self.k_norm = LlamaRMSNorm(config.head_dim, config.rms_norm_eps)
 
-    def forward(
-        self, hidden: Tensor, first: Tensor, rotary: tuple[Tensor, Tensor] | None = None
-    ) -> tuple[Tensor, Tensor]:
-        """[rows, tokens, hidden], first [rows, tokens] -> keys, values, each [rows, tokens, kv_heads, head_dim]
-
-        `first` is true where a document begins; `rotary` turns keys by their places.
-        """
+    def forward(self, hidden: Tensor) -> tuple[Tensor, Tensor]:
+        """[rows, tokens, hidden] -> keys, values, each [rows, tokens, kv_heads, head_dim]"""
         hidden = self.norm(hidden)
         keys = self.k_norm(self.k_proj(hidden).unflatten(-1, (-1, self.head_dim)))
-        if rotary is not None:
-            keys = apply_rotary(keys.transpose(1, 2), *rotary).transpose(1, 2)
-        values = self.v_proj(hidden).unflatten(-1, (-1, self.head_dim))
-        if hasattr(self, "null_key"):
-            begins = first[..., None, None]
-            keys = torch.where(begins, self.null_key.to(keys), keys)
-            values = torch.where(begins, self.null_value.to(values), values)
-        return keys, values
+        return keys, self.v_proj(hidden).unflatten(-1, (-1, self.head_dim))
 
 
 class CombEncoder(nn.Module):
     """`num_hidden_layers` transformer layers and one K/V head per cross block.
-
-    With `config.shared_layers` it has none: what the heads read is handed to it.
 
     Args:
         config: its shape.
@@ -207,21 +172,19 @@ class CombEncoder(nn.Module):
         self.config = config
         self.sources = list(sources)
         self.rotary = Rotary(config)
-        own = 0 if config.shared_layers else config.num_hidden_layers
-        self.layers = nn.ModuleList(EncoderLayer(config) for _ in range(own))
+        self.layers = nn.ModuleList(EncoderLayer(config) for _ in range(config.num_hidden_layers))
         self.key_value_heads = nn.ModuleList(KeyValueHead(config) for _ in sources)
 
-    def encode(self, embeddings: list[Tensor], states: list[Tensor] | None = None) -> list[tuple[Tensor, Tensor]]:
+    def encode(self, embeddings: list[Tensor]) -> list[tuple[Tensor, Tensor]]:
         """Encodes segments, each alone and from position zero, in one batch.
 
         Args:
             embeddings: one [tokens, hidden] per segment.
-            states: with `shared_layers`, what each head reads: [segments, tokens, hidden], padded on the right.
 
         Returns:
             per segment, keys and values, each [cross_layers, tokens, kv_heads, head_dim]
         """
-        keys, values = self(embeddings) if states is None else self(embeddings, states)
+        keys, values = self(embeddings)
         counts = [len(segment) for segment in embeddings]
         if uses_packing(self.config._attn_implementation):
             return list(zip(keys[0].split(counts, dim=1), values[0].split(counts, dim=1), strict=True))
@@ -229,7 +192,7 @@ class CombEncoder(nn.Module):
         rows = zip(keys.unbind(), values.unbind(), counts, strict=True)
         return [(key[:, :count], value[:, :count]) for key, value, count in rows]
 
-    def forward(self, embeddings: list[Tensor], states: list[Tensor] | None = None) -> tuple[Tensor, Tensor]:
+    def forward(self, embeddings: list[Tensor]) -> tuple[Tensor, Tensor]:
         """Keys and values of a batch of segments, padded or (flash attention) packed in one row.
 
         `encode` takes them apart, outside the module: ZeRO-3 counts a module's output tensors, which must be the same
@@ -252,35 +215,11 @@ class CombEncoder(nn.Module):
             positions = torch.arange(lengths.longest, device=device)[None]
             # behind a causal mask no token sees the padding on its right
             mask = {"key_mask": None if self.config.causal else lengths.mask(device)}
-        if states is None:
-            outputs = self._run(hidden.to(self.dtype), positions, mask)
-            states = [outputs[source] for source in self.sources]
-        else:
-            states = [state.to(device) for state in states]  # decoder layers may be spread over devices
-            if packed:
-                real = lengths.mask(device)  # None: no row is padded
-                states = [(state.flatten(0, 1) if real is None else state[real])[None] for state in states]
-        first = (positions == 0).expand(hidden.shape[:2])
-        turn = self._key_rotary(lengths.counts, positions, packed=packed)
-        pairs = [
-            head(state.to(self.dtype), first, turn) for head, state in zip(self.key_value_heads, states, strict=True)
-        ]
+        outputs = self._run(hidden.to(self.dtype), positions, mask)
+        heads = zip(self.key_value_heads, self.sources, strict=True)
+        pairs = [head(outputs[source]) for head, source in heads]
         keys, values = (torch.stack(tensors, dim=1) for tensors in zip(*pairs, strict=True))
         return keys, values
-
-    def _key_rotary(self, counts: Tensor, positions: Tensor, *, packed: bool) -> tuple[Tensor, Tensor] | None:
-        """What turns keys at `positions`: for joint attention as the backbone does, and with `key_distance` as a query
-        sees them that stands so many tokens behind the document's last one."""
-        if self.config.joint_attention:
-            turn: tuple[Tensor, Tensor] = self.rotary(positions)
-            return turn
-        if not self.config.key_distance:
-            return None
-        counts = on_device(counts, positions.device)
-        ends = counts.repeat_interleave(counts)[None] if packed else counts[:, None]
-        # queries, which aren't turned, have no factor either, so keys have both
-        cosine, sine = self.rotary(positions - ends + 1 - self.config.key_distance)
-        return cosine * self.rotary.factor, sine * self.rotary.factor
 
     @property
     def dtype(self) -> torch.dtype:

@@ -12,7 +12,6 @@ import logging
 import math
 from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
-from itertools import zip_longest
 from typing import Any
 
 import torch
@@ -178,12 +177,10 @@ def encoder_config_for(
     causal: bool,
     max_document_tokens: int | None,
     plain: bool,
-    first_layers: bool = False,
 ) -> CombEncoderConfig:
     """The encoder's shape: the backbone's geometry, and room for what its layers hold besides.
 
     Args:
-        first_layers: it computes, or starts from, what the backbone's first layers do.
         plain: a Llama-style layer whatever the backbone's layers have.
     """
     config = CombEncoderConfig(
@@ -205,9 +202,6 @@ def encoder_config_for(
     part = _with_attention(layers, len(layers) // 2, info, text_config(backbone))
     config.qk_norm, config.norm_placement = part.qk_norm, part.norm_placement
     config.attention_bias = part.attention_bias
-    if first_layers:
-        # what reads documents, or starts from what would, normalises per head or not at all
-        config.cross_qk_norm = "head" if part.qk_norm == "head" else "none"
     return config
 
 
@@ -257,28 +251,19 @@ def initialize_from_backbone(
     cross_layers: list[int],
     backbone: PreTrainedModel,
     info: BackboneInfo,
-    *,
-    first_layers: bool = False,
 ) -> None:
-    """Encoder layers from the backbone's, cross block i and its K/V head from the layer it precedes.
-
-    Args:
-        first_layers: the encoder is the backbone's first layers, and computes what they do if it is causal; otherwise
-            its layers come from evenly spaced ones. (An encoder that shares the backbone's layers has none to start.)
+    """Encoder layers from evenly spaced ones of the backbone, cross block i and its K/V head from the layer behind it.
 
     Layers without softmax attention (linear layers of a hybrid, latent attention) give their MLP and norms; the
     attention then comes from the nearest layer that has one, if any.
     """
     layers, config = backbone.get_submodule(info.layers_path), text_config(backbone)
     copied = 0
-    every, depth = list(range(len(layers))), len(encoder.layers)
-    for target, source in zip(
-        encoder.layers, every[:depth] if first_layers else evenly_spaced(every, depth), strict=True
-    ):
+    sources = evenly_spaced(list(range(len(layers))), len(encoder.layers))
+    for target, source in zip(encoder.layers, sources, strict=True):
         copied += len(copy_parts(target, _with_attention(layers, source, info, config)))
-    # joint attention has no blocks
-    for block, head, position in zip_longest(blocks, encoder.key_value_heads, cross_layers):
-        assert isinstance(block, CrossBlock | None)
+    for block, head, position in zip(blocks, encoder.key_value_heads, cross_layers, strict=True):
+        assert isinstance(block, CrossBlock)
         assert isinstance(head, KeyValueHead)
         copied += _start_cross_block(block, head, _with_attention(layers, position, info, config), info)
     total = sum(1 for module in (encoder, blocks) for _ in module.parameters())
@@ -298,13 +283,11 @@ def _with_attention(layers: nn.ModuleList, index: int, info: BackboneInfo, confi
     return part
 
 
-def _start_cross_block(block: CrossBlock | None, head: KeyValueHead, part: LayerParts, info: BackboneInfo) -> int:
+def _start_cross_block(block: CrossBlock, head: KeyValueHead, part: LayerParts, info: BackboneInfo) -> int:
     copied = copy_parts(head, part, {
         "self_attn.k_proj": "k_proj", "self_attn.v_proj": "v_proj", "input_layernorm": "norm"})  # fmt: skip
     if part.qk_norm == "head":
         copied += copy_parts(head, part, {"self_attn.k_norm": "k_norm"})
-    if block is None:
-        return len(copied)
     copied += copy_parts(block, part, {
         "self_attn.q_proj": "cross_attn.q_proj", "self_attn.o_proj": "cross_attn.o_proj", "mlp.": "mlp.",
         "input_layernorm": "input_layernorm", "post_attention_layernorm": "post_attention_layernorm"})  # fmt: skip
@@ -313,8 +296,7 @@ def _start_cross_block(block: CrossBlock | None, head: KeyValueHead, part: Layer
     elif part.has("self_attn.q_proj.weight", "self_attn.k_proj.weight"):
         # cross-attention that normalises where the layer doesn't: its norms take over the projections' size
         for norm, name in ((block.cross_attn.q_norm, "q_proj"), (head.k_norm, "k_proj")):
-            for weight in norm.parameters():  # none if it doesn't
-                weight.copy_(_output_rms(part, name, info.head_dim))
+            norm.weight.copy_(_output_rms(part, name, info.head_dim))
     return len(copied)
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import functools
 import hashlib
 from collections.abc import Callable, Iterator, Sequence
@@ -15,32 +14,25 @@ import torch
 from torch import Tensor, nn
 from transformers import (
     AutoModelForCausalLM,
-    DynamicCache,
     GenerationMixin,
     PreTrainedModel,
     StoppingCriteria,
     StoppingCriteriaList,
 )
-from transformers.cache_utils import Cache, LinearAttentionCacheLayerMixin
 
 from comb.backbones.discovery import BackboneInfo, inspect_backbone
 from comb.backbones.fingerprint import backbone_fingerprint
-from comb.backbones.forward import count_tokens, decoder_of
 from comb.backbones.hooks import LayerHooks
-from comb.backbones.identity import bit_sums, identity_of, settings_of, weights_fingerprint
+from comb.backbones.identity import bit_sums, identity_of, settings_of
 from comb.cache.picache import CrossPICache
-from comb.documents.document import behind_first
-from comb.model.config import CONFIGURED_LATER, CombConfig, CombEncoderConfig
+from comb.model.config import CombConfig, CombEncoderConfig
 from comb.model.cross_attention import CrossBlock, KeyValues, LinkedDocuments
 from comb.model.encoder import CombEncoder
-from comb.model.joint_attention import JointReading, PlacedDocuments, attention_modules
 from comb.model.pretrained import CombPreTrainedModel
 from comb.model.segments import (
     Documents,
-    Places,
     Segment,
     check_rows,
-    checked_places,
     checked_rows,
     equal_parts,
     padded_batches,
@@ -53,8 +45,6 @@ ENCODE_BATCH_TOKENS = 16_384
 # per thread or task: what is linked to which model, the innermost last, and which models have their encoder off
 _linked: ContextVar[tuple[tuple[Any, LinkedDocuments], ...]] = ContextVar("comb_linked", default=())
 _disabled: ContextVar[tuple[Any, ...]] = ContextVar("comb_disabled", default=())
-# per thread or task: the model whose layers read documents, and what was read so far
-_reading: ContextVar[tuple[Any, list[Tensor]] | None] = ContextVar("comb_reading", default=None)
 
 
 _COMPILED = (
@@ -63,16 +53,11 @@ _COMPILED = (
 )
 
 
-class _LastLayerReadError(Exception):
-    """A signal: no deeper layer of the backbone is needed."""
-
-
 class CombForCausalLM(CombPreTrainedModel, GenerationMixin):
-    """COMB: documents are encoded once, alone; the frozen backbone reads them through gated cross blocks,
-    or at their places in its own attention (`CombEncoderConfig.joint_attention`).
+    """COMB: documents are encoded once, alone; the frozen backbone reads them through gated cross blocks.
 
     Without documents, or with the encoder disabled, it is the plain backbone, bit for bit: cross blocks hang on
-    the decoder layers as hooks only while documents are linked, and joint attention is asked for only then.
+    the decoder layers as hooks only while documents are linked.
 
     Args:
         config: what the adapter looks like.
@@ -96,29 +81,15 @@ class CombForCausalLM(CombPreTrainedModel, GenerationMixin):
         if layers and layers[-1] >= self.info.num_layers:
             raise ValueError(f"cross_attention_layers {layers} exceed the backbone's {self.info.num_layers} layers")
         self.encoder = CombEncoder(encoder_config, config.cross_encoder_layers or [])
-        blocks = 0 if encoder_config.joint_attention else len(layers)
-        self.cross_blocks = nn.ModuleList(CrossBlock(encoder_config, index) for index in range(blocks))
-        stack: Any = backbone.get_submodule(self.info.layers_path)
-        self._hooks: LayerHooks | JointReading
-        if encoder_config.joint_attention:
-            self._hooks = JointReading(backbone, attention_modules(backbone, stack, layers), self._read_now)
-        else:
-            functions: dict[int, Callable[[Tensor], Tensor]] = {
-                layer: functools.partial(self._cross, block)
-                for layer, block in zip(layers, self.cross_blocks, strict=True)
-            }
-            self._hooks = LayerHooks(stack, functions)
-        self._readers = LayerHooks(stack, dict.fromkeys(layers, self._read))
+        self.cross_blocks = nn.ModuleList(CrossBlock(encoder_config, index) for index in range(len(layers)))
+        functions: dict[int, Callable[[Tensor], Tensor]] = {
+            layer: functools.partial(self._cross, block) for layer, block in zip(layers, self.cross_blocks, strict=True)
+        }
+        self._hooks = LayerHooks(backbone.get_submodule(self.info.layers_path), functions)
         self._kept_fingerprint: str | None = None
         self.agree_on_passes: Callable[[int, int], int] | None = None
         """``agree(passes wanted, most possible) -> passes`` of the encoder per training batch, for runs whose ranks
         must call the same modules (ZeRO-3 gathers weights at each call); None: as many as suit this rank."""
-
-    @property
-    def places_documents(self) -> bool:
-        """Whether documents have places in the prompt, by joint attention: what stands in front of them doesn't read
-        them."""
-        return bool(self.encoder.config.joint_attention)
 
     # --- compile -------------------------------------------------------------------------------------------
 
@@ -161,80 +132,9 @@ class CombForCausalLM(CombPreTrainedModel, GenerationMixin):
             encoded.update(zip(batch, self.encode_batch(batch), strict=True))
         return [encoded[segment] for segment in segments]
 
-    @property
-    def compile_depth(self) -> float:
-        """Share of the backbone's layers that a document passes while it is compiled; 0 for an encoder of its own."""
-        shared = self.encoder.config.shared_layers
-        return self.config.cross_attention_layers[-1] / self.info.num_layers if shared else 0.0
-
     def encode_batch(self, segments: list[tuple[int, ...]]) -> list[KeyValues]:
         """Keys and values per segment, all in one pass; with gradients where they are enabled."""
-        if self.encoder.config.shared_layers:
-            return self.encoder.encode(self._embed(segments), self._layer_inputs(segments))
         return self.encoder.encode(self._embed(segments))
-
-    @torch.no_grad()
-    def _layer_inputs(self, segments: list[tuple[int, ...]]) -> list[Tensor]:
-        """What the decoder layer behind each cross block is given of segments that the plain backbone reads alone.
-        [segments, tokens, hidden] each, padded on the right, which nothing behind a causal mask sees."""
-        device = self.get_input_embeddings().weight.device
-        rows = [on_device(torch.tensor(segment), device) for segment in segments]
-        training = self.backbone.training
-        try:
-            if training:  # what a document is compiled to is the same with and without dropout in training
-                self.backbone.eval()
-            states = self._read_states(
-                nn.utils.rnn.pad_sequence(rows, batch_first=True), self._behind_primer(len(rows), device)
-            )
-            count_tokens(sum(map(len, segments)) * self.compile_depth)
-        finally:
-            if training:
-                self.backbone.train()
-        if len(states) < self.num_cross_layers:
-            raise RuntimeError(f"the backbone ran without its hooks, so a document was not read; {_COMPILED}")
-        return states
-
-    def _read_states(self, input_ids: Tensor, cache: Cache | None) -> list[Tensor]:
-        """What the plain backbone's layers that the encoder reads are given of rows behind `cache`; no layer runs that
-        isn't needed for that."""
-        states: list[Tensor] = []
-        token = _reading.set((self, states))
-        try:
-            with self._readers.attached():
-                decoder_of(self.backbone)(input_ids=input_ids, past_key_values=cache, use_cache=cache is not None)
-        except _LastLayerReadError:
-            pass
-        finally:
-            _reading.reset(token)
-        return states
-
-    def _behind_primer(self, rows: int, device: torch.device) -> Cache | None:
-        """A cache for so many rows that begin behind the primer; None if there is no primer."""
-        if not (primer := self.encoder.config.primer):
-            return None
-
-        def run(count: int) -> Cache:
-            cache = DynamicCache(config=self.backbone.config)
-            self._read_states(on_device(torch.tensor(primer), device).expand(count, -1), cache)
-            count_tokens(count * len(primer) * self.compile_depth)
-            return cache
-
-        # layers behind the last one that is read have nothing in it
-        name = "cache of the primer", tuple(primer), self.config.cross_attention_layers[-1]
-        kept: Cache = identity_of(self.backbone).fact(name, lambda: run(1))
-        if any(isinstance(layer, LinearAttentionCacheLayerMixin) for layer in kept.layers):
-            return run(rows)  # a hybrid's, whose states transformers doesn't repeat
-        cache = copy.deepcopy(kept)
-        cache.batch_repeat_interleave(rows)
-        return cache
-
-    def _read(self, hidden: Tensor) -> Tensor:
-        reading = _reading.get()
-        if reading is not None and reading[0] is self:
-            reading[1].append(hidden)
-            if len(reading[1]) == self.num_cross_layers:
-                raise _LastLayerReadError
-        return hidden
 
     def _embed(self, segments: list[tuple[int, ...]]) -> list[Tensor]:
         """[tokens, hidden] per segment, from one look into the table."""
@@ -263,16 +163,14 @@ class CombForCausalLM(CombPreTrainedModel, GenerationMixin):
     # --- link ----------------------------------------------------------------------------------------------
 
     @contextmanager
-    def linked(self, documents: Documents | None, behind: Places | None = None) -> Iterator[LinkedDocuments | None]:
+    def linked(self, documents: Documents | None) -> Iterator[LinkedDocuments | None]:
         """Links documents to the rows of the batches that this thread runs inside the ``with`` block.
 
         Args:
             documents: one list per row, of PICaches or (to train through the encoder) token ids.
-            behind: for joint attention, how many of its row's tokens stand in front of each document, ascending; by
-                default one, which is where attention rests (StreamingLLM), and the rest behind all documents.
 
         Raises:
-            ValueError: if the encoder is disabled, a PICache was made by other weights, or places don't fit.
+            ValueError: if the encoder is disabled, or a PICache was made by other weights.
         """
         rows = checked_rows(documents)
         if not any(rows):
@@ -280,32 +178,9 @@ class CombForCausalLM(CombPreTrainedModel, GenerationMixin):
             return
         if not self.encoder_enabled:
             raise ValueError("documents were given while the encoder is disabled; put them into the prompt as text")
-        if self.places_documents:
-            places = [[1] * len(row) for row in rows] if behind is None else checked_places(behind, rows)
-            link: LinkedDocuments = PlacedDocuments(self._key_values(rows), places, self.encoder.rotary.turning)
-        else:
-            link = LinkedDocuments(self._key_values(rows), self.config._attn_implementation)
+        link = LinkedDocuments(self._key_values(rows), self.config._attn_implementation)
         with _Attached(self, link):
             yield link
-
-    def _places(
-        self, documents: Documents | None, behind: Places | None, mask: Tensor | None, *inputs: Tensor | None
-    ) -> Places | None:
-        """`behind` of the prompts `inputs` (the first that is given); by default all but their first token are behind
-        the documents, or a lone one."""
-        if documents is None or not self.places_documents:
-            return None
-        rows = checked_rows(documents)
-        given = next((tensor for tensor in inputs if tensor is not None), None)
-        if behind is not None:
-            behind = checked_places(behind, rows, None if given is None else given.shape[1])
-            if not self.encoder.config.primer or all(row[0] for row in behind if row):
-                return behind
-        if given is None:
-            return behind
-        own = mask.sum(-1).tolist() if mask is not None and mask.ndim == 2 else [given.shape[1]] * len(rows)
-        places = [[0] * len(row) for row in rows] if behind is None else behind
-        return [behind_first(row, tokens) for row, tokens in zip(places, own, strict=False)]
 
     def _key_values(self, rows: list[list[CrossPICache | Segment]]) -> list[list[KeyValues]]:
         segments = [token_ids_of(item) for row in rows for item in row if not isinstance(item, CrossPICache)]
@@ -330,12 +205,8 @@ class CombForCausalLM(CombPreTrainedModel, GenerationMixin):
     def _current_link(self) -> LinkedDocuments | None:
         return next((link for model, link in reversed(_linked.get()) if model is self), None)
 
-    def _read_now(self) -> Any:
-        """What this thread's pass reads: nothing while documents are compiled, which is done without others."""
-        return None if _reading.get() is not None else self._current_link()
-
     def _cross(self, block: nn.Module, hidden: Tensor) -> Tensor:
-        link = self._read_now()
+        link = self._current_link()
         if link is None:
             return hidden
         link.was_read = True
@@ -350,7 +221,6 @@ class CombForCausalLM(CombPreTrainedModel, GenerationMixin):
         attention_mask: Tensor | None = None,
         *,
         documents: Documents | None = None,
-        behind: Places | None = None,
         labels: Tensor | None = None,
         **kwargs: Any,
     ) -> Any:
@@ -359,17 +229,13 @@ class CombForCausalLM(CombPreTrainedModel, GenerationMixin):
         Args:
             input_ids: the queries (no document text). [rows, tokens]
             documents: one list per row, of any length; None when no row has documents.
-            behind: where they stand, as of `linked`.
             labels, kwargs: as for the backbone.
 
         Returns:
             the backbone's output.
         """
         check_rows(documents, input_ids, kwargs.get("inputs_embeds"))
-        past = kwargs.get("past_key_values")
-        begins = past is None or not past.get_seq_length()
-        inputs = (input_ids, kwargs.get("inputs_embeds")) if begins else ()
-        with self.linked(documents, self._places(documents, behind, attention_mask, *inputs)) as link:
+        with self.linked(documents) as link:
             output = self.backbone(input_ids=input_ids, attention_mask=attention_mask, labels=labels, **kwargs)
         if link is not None:
             _check_read(link)
@@ -381,7 +247,6 @@ class CombForCausalLM(CombPreTrainedModel, GenerationMixin):
         inputs: Tensor | None = None,
         *,
         documents: Documents | None = None,
-        behind: Places | None = None,
         **kwargs: Any,
     ) -> Any:
         """`GenerationMixin.generate` of the backbone, with documents linked to the rows of the prompt.
@@ -390,9 +255,7 @@ class CombForCausalLM(CombPreTrainedModel, GenerationMixin):
         left with an attention mask).
         """
         check_rows(documents, inputs, kwargs.get("input_ids"), kwargs.get("inputs_embeds"))
-        begins = kwargs.get("past_key_values") is None
-        prompts = (inputs, kwargs.get("input_ids"), kwargs.get("inputs_embeds")) if begins else ()
-        with self.linked(documents, self._places(documents, behind, kwargs.get("attention_mask"), *prompts)) as link:
+        with self.linked(documents) as link:
             if link is not None:
                 given = kwargs.get("stopping_criteria") or ()
                 kwargs["stopping_criteria"] = StoppingCriteriaList([*given, _ReadAtEveryStep(link)])
@@ -453,13 +316,9 @@ class CombForCausalLM(CombPreTrainedModel, GenerationMixin):
 
     def _digest(self) -> str:
         config: Any = self.encoder.config
-        layers = weights_fingerprint(self.backbone) if config.shared_layers else ""
         shape = {field.name: getattr(config, field.name) for field in fields(CombEncoderConfig)
                  if field.name in CombEncoderConfig.__annotations__}  # fmt: skip
-        for name, value in CONFIGURED_LATER.items():
-            if shape[name] == value:
-                del shape[name]  # PICaches that were compiled before there was a choice are still good
-        digest = hashlib.sha256((backbone_fingerprint(self.backbone) + layers).encode())
+        digest = hashlib.sha256(backbone_fingerprint(self.backbone).encode())
         # the name of the backbone is that of a few of its rows
         digest.update(repr([bit_sums(table) for table in self.get_input_embeddings().parameters()]).encode())
         digest.update(repr((sorted(shape.items()), self.encoder.sources, self.config.embedding_scale)).encode())

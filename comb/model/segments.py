@@ -13,7 +13,6 @@ T = TypeVar("T")
 
 Segment = Sequence[int] | Tensor
 Documents = Sequence[Sequence[CrossPICache | Segment]]
-Places = Sequence[Sequence[int]]
 
 
 def checked_rows(documents: Documents | None) -> list[list[CrossPICache | Segment]]:
@@ -37,25 +36,6 @@ def check_rows(documents: Documents | None, *inputs: Tensor | None) -> None:
             f"documents has {len(documents)} lists for {given.shape[0]} rows of input_ids: "
             "give one list (possibly empty) per row"
         )
-
-
-def checked_places(behind: Places, rows: Sequence[Sequence[Any]], own: int | None = None) -> Places:
-    """`behind` as of `CombForCausalLM.linked`, for these rows, whose prompts have `own` tokens (None: not known yet).
-
-    Raises:
-        ValueError: if they don't fit the rows' documents, or one is behind the whole prompt, and none would read it.
-    """
-    for places, row in zip(behind, rows, strict=False):
-        if len(places) != len(row) or list(places) != sorted(places) or (places and places[0] < 0):
-            raise ValueError(
-                f"behind says how many tokens stand in front of each document, ascending from 0 on: {list(places)} "
-                f"for {len(row)} documents"
-            )
-        if places and own is not None and places[-1] >= own:
-            raise ValueError(f"a document is behind {places[-1]} tokens, and the prompt has {own}: none would read it")
-    if len(behind) != len(rows):
-        raise ValueError(f"behind has {len(behind)} lists for {len(rows)} rows of documents")
-    return behind
 
 
 def token_ids_of(segment: Segment) -> tuple[int, ...]:

@@ -91,7 +91,7 @@ def decode(device: torch.device, *, tiny: bool) -> Section:
         sizes = {"layers": 36, "hidden": 4096, "heads": 32, "kv_heads": 8, "vocab": 151_936}
         tokens, segment, count, repeats, dtype = 8192, 512, 16, 3, torch.bfloat16
     model = random_model(**sizes, positions=tokens + 128).to(device=device, dtype=dtype)
-    trained = CombForCausalLM.from_backbone(model, shared_layers=True, joint_attention=True)
+    trained = CombForCausalLM.from_backbone(model)
     prompt = RandomPrompt.random(vocabulary(model), tokens, segment, 32)
     states: dict[str, DecodeState] = {}
     for spec in ("full", "naive", "comb"):

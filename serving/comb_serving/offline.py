@@ -21,7 +21,7 @@ from comb.documents.document import Document, PromptBuilder
 from comb_serving.api.choice import MethodChoice
 from comb_serving.api.conversion import as_rendered, renders_alike
 from comb_serving.api.errors import RequestError
-from comb_serving.api.preprocessor import NO_PLACE, PreprocessedRequest, Preprocessor, placing_of, tokenizer_of
+from comb_serving.api.preprocessor import NO_PLACE, PreprocessedRequest, Preprocessor, tokenizer_of
 from comb_serving.api.response import report
 from comb_serving.api.routes import CHAT, COMPLETIONS
 from comb_serving.config.instance import instance_folder, read_secret
@@ -78,9 +78,8 @@ class LLM(vllm.LLM):
             stack.callback(self._reports.close)
             manager, builder = PICManager(layout, self._compiler), PromptBuilder(tokenizer_of(served))
             self.preprocessor = Preprocessor(
-                builder, manager, MethodChoice(served), placing=placing_of(served),
-                chats=renders_alike(self.model_config, builder.tokenizer),
-            )  # fmt: skip
+                builder, manager, MethodChoice(served), chats=renders_alike(self.model_config, builder.tokenizer)
+            )
             # a loop of its own: the caller may be inside of one (notebooks)
             self._loop = asyncio.new_event_loop()
             thread = threading.Thread(target=self._loop.run_forever, name="comb-documents", daemon=True)

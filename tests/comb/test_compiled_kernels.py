@@ -19,7 +19,6 @@ pytestmark = pytest.mark.skipif(find_spec("triton") is None, reason="triton is n
     [
         ("compiled_mac_kernels.py", ["ranges"]),
         ("compiled_paged_kernels.py", ["paged", "paged_merge"]),
-        ("compiled_joint_kernels.py", ["paged", "own_mass", "join"]),
     ],
 )
 def test_kernels_compile_for_a_gpu(program: str, kernels: list[str]) -> None:

@@ -58,8 +58,6 @@ def model_of(family: str) -> Any:
 @functools.cache
 def with_encoder(family: str) -> Any:
     torch.manual_seed(4)
-    if family == "joint":  # documents at their places, in the layers' own attention
-        return CombForCausalLM.from_backbone(model_of("llama"), shared_layers=True, joint_attention=True)
     return open_gates(CombForCausalLM.from_backbone(model_of(family), num_encoder_layers=2))
 
 
@@ -125,7 +123,7 @@ def states(answer: Any) -> list[str]:
 
 
 CASES = [(name, spec) for name in HYBRIDS for spec in ("hypic:4", "full")] + [("llama", spec) for spec in ON_LLAMA]
-CASES += [("qwen3_next", "addition"), ("qwen3_next", "prefix"), ("bamba", "comb"), ("jamba", "comb"), ("joint", "comb"),
+CASES += [("qwen3_next", "addition"), ("qwen3_next", "prefix"), ("bamba", "comb"), ("jamba", "comb"),
           ("gemma2", "legolink:2"), ("gemma2", "full"), ("gemma3", "naive"), ("deepseek_v2", "legolink:2"),
           ("gpt2", "full")]  # fmt: skip
 
@@ -135,8 +133,8 @@ def test_a_turn_goes_on_as_if_linked_in_one_go(family: str, method: str) -> None
     engine = engine_of(family, method)
     continued, anew, other = (engine.conversation([MILL if part < 2 else LAKE]) for part in range(3))
     first = [asked(chat, "When?")[0] for chat in (continued, anew, other)]
-    # every token reads the documents of cross blocks; those that have places come in behind what was said
-    new = () if method == "comb" and family != "joint" else (CITY,)
+    # every token reads the documents of cross blocks
+    new = () if method == "comb" else (CITY,)
     anew.release()
     answer, logits = asked(continued, "Where to?", *new)
     expected, reference = asked(anew, "Where to?", *new)
@@ -215,8 +213,8 @@ def test_a_template_that_writes_earlier_turns_in_another_way(family: str, method
     prompt = asked(chat, "When?")[0].report.prompt_tokens
     asked(anew, "When?")
     anew.release()
-    # every token reads the documents of cross blocks; those that have places come in behind what was said
-    new = () if method == "comb" and family != "joint" else (CITY,)
+    # every token reads the documents of cross blocks
+    new = () if method == "comb" else (CITY,)
     answer, logits = asked(chat, "Where to?", *new)
     expected, reference = asked(anew, "Where to?", *new)
     assert error(logits, reference) < EXACT
@@ -256,8 +254,8 @@ def test_a_turn_that_fails_leaves_everything_as_it_was(family: str, method: str)
     for conversation in (chat, untouched):
         asked(conversation, "When?")
     before, size = chat.messages, chat.nbytes
-    # every token reads the documents of cross blocks; those that have places come in behind what was said
-    new = () if method == "comb" and family != "joint" else (CITY,)
+    # every token reads the documents of cross blocks
+    new = () if method == "comb" else (CITY,)
     with pytest.raises(RuntimeError, match="lights"):
         chat.ask("Where to?", new, logits_processor=[Scores(fails_at=3)], max_new_tokens=NEW)
     with pytest.raises(ValueError, match="max_new_tokens"):

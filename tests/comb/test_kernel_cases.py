@@ -39,18 +39,6 @@ def test_paged_checks_take_rounding_and_nothing_else(dtype: torch.dtype, fp8: bo
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("queries", [1, 5])
-def test_joint_checks_take_rounding_and_nothing_else(dtype: torch.dtype, queries: int) -> None:
-    from comb.bench.work.joint_cases import JointKernelCase
-
-    call = JointKernelCase(2, 3, 100, queries, dtype, heads=4, groups=2, width=64).make(CPU)
-    assert call.error(call.rival()) < call.bound / 2
-    wrong = {name: call.error(make()) for name, make in call.wrong.items()}
-    assert len(wrong) == 3
-    assert min(wrong.values()) > 2 * call.bound
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("hits", [0.0, 0.5, 1.0])
 def test_mac_checks_take_rounding_and_nothing_else(hits: float, dtype: torch.dtype) -> None:
     call = mac(hits, dtype).make(CPU)

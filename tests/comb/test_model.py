@@ -317,7 +317,7 @@ def test_what_cannot_be_done_to_an_adapter(model: CombForCausalLM) -> None:
         ({"cross_attention_layers": [1, 4]}, "exceed the backbone's 4 layers"),
         ({"cross_attention_layers": [1, 1]}, "without repeats"),
         ({"num_encoder_layers": 0}, "num_encoder_layers"),
-        ({"initialization": "zeros"}, "'first_layers' or 'random'"),
+        ({"initialization": "zeros"}, "'backbone' or 'random'"),
     ],
 )
 def test_options_that_make_no_sense(options: dict[str, Any], message: str) -> None:

@@ -61,14 +61,6 @@ def test_the_card_is_valid_and_says_what_it_is(adapter: Path) -> None:
     assert "no record of the training" in card.text
 
 
-def test_an_encoder_of_the_backbones_layers_is_no_encoder_of_its_own(tmp_path: Path) -> None:
-    model = CombForCausalLM.from_backbone(tiny("llama"), cross_attention_layers=[1, 2], shared_layers=True)
-    model.save_pretrained(tmp_path, is_main_process=False)
-    assert not list(tmp_path.iterdir())
-    model.save_pretrained(tmp_path)
-    assert "| encoder | the backbone's own first 2 layers, documents up to" in (tmp_path / "README.md").read_text()
-
-
 def test_a_backbone_without_a_name_on_the_hub_is_given_to_the_server_too(adapter: Path) -> None:
     served = "comb serve my-adapter --backbone FOLDER"
     assert served not in (adapter / "README.md").read_text()

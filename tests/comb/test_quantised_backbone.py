@@ -64,7 +64,7 @@ def answered(model: Any, **options: Any) -> Any:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("form", [{"num_encoder_layers": 1}, {"shared_layers": True}, None])
+@pytest.mark.parametrize("form", [{"num_encoder_layers": 1}, None])
 def test_an_adapter_is_loaded_onto_what_it_was_trained_on(kind: str, form: Any, plain: str, tmp_path: Path) -> None:
     adapter: Any = LinkTokensForCausalLM if form is None else CombForCausalLM
     given = {"quantization_config": KINDS[kind], "dtype": torch.float32}

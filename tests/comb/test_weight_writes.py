@@ -107,7 +107,6 @@ def test_every_way_to_write_all_weights_is_noticed(how: Write, tmp_path: Path) -
 
 MODELS: dict[str, Callable[[], Any]] = {
     "comb": make_comb,
-    "comb over shared layers": lambda: make_comb(shared_layers=True),
     "linktokens": lambda: LinkTokensForCausalLM.from_backbone(make_backbone(), token_ids=[40, 41, 42]),
     "prefix": make_backbone,
     "full": make_backbone,

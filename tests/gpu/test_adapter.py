@@ -10,7 +10,7 @@ import torch
 
 from comb.backbones.loading import resolve_name
 from tests.helpers.adapter_answers import ASKED, PROMPTS, answers_of_the_library, plain_answers
-from tests.helpers.engines import JOINT, Served, checkpoint, engine, served
+from tests.helpers.engines import Served, checkpoint, engine, served
 from tests.helpers.gpu_engines import EngineDevice, graphs_of
 
 pytestmark = [pytest.mark.gpu, pytest.mark.vllm, pytest.mark.slow, pytest.mark.usefixtures("plugin")]
@@ -23,7 +23,6 @@ STEPS = [
     ("FULL_AND_PIECEWISE", "bfloat16", "FULL", "PIECEWISE"),
     ("FULL_DECODE_ONLY", "float32", "FULL", "NONE"),
 ]
-SHAPES = pytest.mark.parametrize("shape", [{}, JOINT], ids=["blocks", "joint"])
 # rows that find a part of their prompt in the prefix cache are other batches
 FRESH = {"enable_prefix_caching": False}
 
@@ -41,14 +40,11 @@ def plain(plugin: None, device: EngineDevice, request: pytest.FixtureRequest) ->
         return request.param, plain_answers(bare), list(seen), bare.ask([(prompt, "") for prompt, _ in ASKED])
 
 
-@SHAPES
-def test_answers_and_graphs(
-    plain: Any, shape: dict[str, Any], device: EngineDevice, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_answers_and_graphs(plain: Any, device: EngineDevice, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (graphs, dtype, without, with_documents), alone, steps, together = plain
     options = device.options(dtype, graphs, **FRESH)
     device.forbid_plain_ways(monkeypatch)
-    with served(tmp_path, checkpoint(tmp_path, "nano", **shape), **options) as found:
+    with served(tmp_path, checkpoint(tmp_path, "nano"), **options) as found:
         device.check_runner(found.llm)
         assert found.pools[0].tensor.device.type == device.kind
         seen = graphs_of(found.llm, monkeypatch)
@@ -69,13 +65,12 @@ def test_answers_and_graphs(
         assert seen == steps
 
 
-@SHAPES
-def test_two_ranks(shape: dict[str, Any], device: EngineDevice, tmp_path: Path) -> None:
+def test_two_ranks(device: EngineDevice, tmp_path: Path) -> None:
     """Each a process on a GPU of its own, whose pool of its own heads is written from here by CUDA IPC."""
     if device.kind == "cpu" or torch.cuda.device_count() < 2:
         pytest.skip(f"two ranks need two GPUs, here are {torch.cuda.device_count()}")
     options = device.options("float32", "FULL_AND_PIECEWISE", tensor_parallel_size=2)
-    with served(tmp_path, checkpoint(tmp_path, "nano", **shape), **options) as found:
+    with served(tmp_path, checkpoint(tmp_path, "nano"), **options) as found:
         assert [pool.tensor.device.index for pool in found.pools] == [0, 1]
         assert [pool.layout.kv_heads for pool in found.pools] == [1, 1]
         answers_of_the_library(found, device.tolerance("float32"))

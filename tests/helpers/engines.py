@@ -28,17 +28,10 @@ SMALL = {
 }  # fmt: skip
 
 
-JOINT = {"cross_attention_layers": [1, 2, 4], "shared_layers": True, "joint_attention": True,
-         "primer": [5, 6, 7]}  # fmt: skip
-
-
-def checkpoint(folder: Path, backbone: Any, **shape: Any) -> CombForCausalLM:
-    """An adapter with open gates on `backbone` (a name, a folder or a model saved before), saved to `folder`.
-
-    shape: options of `CombForCausalLM.from_backbone` other than two encoder layers, such as `JOINT`.
-    """
+def checkpoint(folder: Path, backbone: Any) -> CombForCausalLM:
+    """An adapter with open gates on `backbone` (a name, a folder or a model saved before), saved to `folder`."""
     torch.manual_seed(3)
-    made = CombForCausalLM.from_backbone(backbone, dtype=torch.float32, **(shape or {"num_encoder_layers": 2}))
+    made = CombForCausalLM.from_backbone(backbone, dtype=torch.float32, num_encoder_layers=2)
     model = open_gates(made, 1.5, 1.0)
     for block in model.cross_blocks:
         for parameter in block.parameters():
@@ -103,8 +96,7 @@ class Served:
             return {"prompt_token_ids": prompt}, greedy(tokens)
         salt = stated.get("salt", MARK + names)
         places = tuple(pack([self.handles[name] for name in names]))
-        behind = (tuple([front_of(prompt)] * len(names)),)
-        means = {"request_id": "", "salt": salt, "documents": places, "prompts": (digest(prompt),), "behind": behind}
+        means = {"request_id": "", "salt": salt, "documents": places, "prompts": (digest(prompt),)}
         means |= stated
         token = Capability(**means).sign(read_secret(Path(os.environ["COMB_INSTANCE_DIR"])))
         return {"prompt_token_ids": prompt, "cache_salt": salt}, greedy(tokens, {KEY: token})
@@ -116,36 +108,25 @@ class Served:
         self.cached += [output.num_cached_tokens for output in outputs]
         return [answer(output) for output in outputs]
 
-    def reference(self, prompt: list[int], names: str, tokens: int = 8, front: int | None = None) -> Any:
+    def reference(self, prompt: list[int], names: str, tokens: int = 8) -> Any:
         """The library's own answer."""
-        return reference(self.model, prompt, [self.documents[name] for name in names], tokens, front)[:2]
+        return reference(self.model, prompt, [self.documents[name] for name in names], tokens)[:2]
 
     def apart(self, answer: Any, prompt: list[int], names: str) -> float:
         """How far an answer is from the library's (`apart`)."""
         return apart(answer, reference(self.model, prompt, [self.documents[name] for name in names], len(answer[0]))[2])
 
 
-def reference(
-    model: CombForCausalLM, prompt: list[int], documents: list[list[int]], tokens: int, front: int | None = None
-) -> Any:
-    """The library's greedy answer: token ids, their log-probabilities, and those of all tokens at each step.
-
-    front: tokens in front of documents, where these have places; by default `front_of` the prompt.
-    """
+def reference(model: CombForCausalLM, prompt: list[int], documents: list[list[int]], tokens: int) -> Any:
+    """The library's greedy answer: token ids, their log-probabilities, and those of all tokens at each step."""
     given = torch.tensor([prompt])
     found = model.generate(
         given, attention_mask=torch.ones_like(given), documents=[documents] if documents else None, pad_token_id=0,
-        behind=[[front_of(prompt) if front is None else front] * len(documents)] if documents else None,
         max_new_tokens=tokens, do_sample=False, eos_token_id=[], output_logits=True, return_dict_in_generate=True,
     )  # fmt: skip
     ids = found.sequences[0, len(prompt) :].tolist()
     logs = [logits[0].float().log_softmax(-1) for logits in found.logits]
     return ids, [log[token].item() for log, token in zip(logs, ids, strict=True)], logs
-
-
-def front_of(prompt: list[int]) -> int:
-    """How many of a prompt's tokens stand in front of documents, where these have places."""
-    return len(prompt) // 3
 
 
 def three_documents(model: CombForCausalLM) -> dict[str, list[int]]:

@@ -129,6 +129,5 @@ def open_gates(model: Any, attention: float = 0.7, mlp: float = 0.3) -> Any:
     """Opens all gates, so that documents matter before any training. Returns the model."""
     for block in model.cross_blocks:
         block.attention_gate.data.fill_(attention)
-        if block.has_mlp:
-            block.mlp_gate.data.fill_(mlp)
+        block.mlp_gate.data.fill_(mlp)
     return model

@@ -13,7 +13,7 @@ DEVICE = "COMB_GPU_TESTS_DEVICE"
 # of log-probabilities, beside those of the library in float32 on a CPU: vLLM multiplies float32 as TF32 in Triton, and
 # the library itself in bfloat16 is up to 0.2 away
 TOLERANCES = {("cpu", "float32"): 4e-5, ("cuda", "float32"): 0.02, ("cuda", "bfloat16"): 0.3}
-BACKENDS = {"float32": "TRITON_ATTN", "bfloat16": "FLASH_ATTN"}  # joint attention reads the caches of both
+BACKENDS = {"float32": "TRITON_ATTN", "bfloat16": "FLASH_ATTN"}
 SHARE = 0.3  # of the GPU's memory, which must be free; models are tiny
 
 
@@ -68,7 +68,6 @@ class EngineDevice:
 
         if self.kind == "cuda":
             patch.setattr("comb.kernels.paged.attention.attend_plain", plain)
-            patch.setattr("comb.kernels.joint.attention.join_plain_", plain)
 
 
 def graphs_of(llm: Any, patch: pytest.MonkeyPatch) -> list[str]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 
 import torch
@@ -55,20 +55,6 @@ def in_fp8(layer: PagedLayer) -> PagedLayer:
 def by_hand(query: Tensor, layer: PagedLayer, batch: PagedBatch) -> Tensor:
     """float64 softmax, token by token and head by head."""
     out = torch.zeros(query.shape, dtype=torch.float64)
-    for token, head, scores, values in _scored(query, layer, batch):
-        out[token, head] = scores.softmax(0) @ values
-    return out
-
-
-def by_hand_masses(query: Tensor, layer: PagedLayer, batch: PagedBatch) -> Tensor:
-    """Logarithms of what the softmaxes of `by_hand` are divided by. [T, H]"""
-    out = torch.zeros(query.shape[:2], dtype=torch.float64)
-    for token, head, scores, _ in _scored(query, layer, batch):
-        out[token, head] = scores.exp().sum().log()
-    return out
-
-
-def _scored(query: Tensor, layer: PagedLayer, batch: PagedBatch) -> Iterator[tuple[int, int, Tensor, Tensor]]:
     keys, values = layer.keys.double(), layer.values.double()
     if layer.key_scales is not None and layer.value_scales is not None:
         keys, values = keys * layer.key_scales[..., None], values * layer.value_scales[..., None]
@@ -78,5 +64,6 @@ def _scored(query: Tensor, layer: PagedLayer, batch: PagedBatch) -> Iterator[tup
         for token in range(at, at + count):
             for head in range(query.shape[1]):
                 scores = keys[slots, head // shared] @ query[token, head].double() * query.shape[-1] ** -0.5
-                yield token, head, scores, values[slots, head // shared]
+                out[token, head] = scores.softmax(0) @ values[slots, head // shared]
         at += count
+    return out

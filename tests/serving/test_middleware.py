@@ -13,7 +13,6 @@ from hypothesis import strategies as st
 
 from comb_serving.api.conversation import messages_of
 from comb_serving.api.errors import RequestError
-from comb_serving.api.preprocessor import Placing
 from comb_serving.api.routes import CHAT, COMPLETIONS, GENERATION, MESSAGES, PASSED, RESPONSES
 from comb_serving.config.tenants import key_hash
 from comb_serving.pool.capability import KEY, Capability, digest
@@ -83,30 +82,6 @@ async def test_without_documents_the_body_is_the_clients() -> None:
     assert server.echo.bodies[1]["cache_salt"] not in ("mine", "", salt)  # a body's salt narrows the tenant's
     await server.client().post("/tokenize", {"prompt": "x"})
     assert server.echo.bodies[2] == {"prompt": "x"}
-
-
-async def test_where_documents_have_places_the_prompt_is_rendered_here_and_says_them() -> None:
-    server = Server()
-    server.app.front().preprocessor.placing = Placing(4096, primer=True)
-    assert (await server.client().post(CHAT, chat(messages=ASKED))).status == 200
-    assert (await server.client().post(CHAT, {"messages": ASKED, "cache_salt": "mine"})).status == 200
-    assert (await server.client().post(CHAT, chat(messages=ASKED, cache_salt="mine"))).status == 200
-    linked, plain, salted = server.echo.bodies
-    found = Capability.verify(linked["vllm_xargs"][KEY], SECRET)
-    prompt = BUILDER.build(ASKED, [(5,)] * len(DOCUMENTS))
-    assert linked["kv_transfer_params"] == {"prompt_token_ids": list(prompt.query)}
-    assert found.behind_in(prompt.query) == (max(1, len(prompt.head)),) * len(DOCUMENTS)
-    assert found.front == ""
-    # what stands in front is shared with prompts of the same salt
-    assert Capability.verify(salted["vllm_xargs"][KEY], SECRET).front == plain["cache_salt"]
-    answer = await server.client().post(COMPLETIONS, {"prompt": "Where?", "documents": DOCUMENTS})
-    assert answer.status == 200
-    found = Capability.verify(server.echo.bodies[-1]["vllm_xargs"][KEY], SECRET)
-    assert found.behind_in(BUILDER.complete("Where?").query) == (1,) * len(DOCUMENTS)
-    server.app.front().preprocessor.placing = Placing(20, primer=True)
-    answer = await server.client().post(CHAT, chat(messages=ASKED))
-    assert (answer.status, "the model 20 positions" in answer.json["error"]["message"]) == (400, True)
-    server.check_idle()
 
 
 FORGED = Capability("", "", (4, 1, 0), ()).sign(b"guessed")

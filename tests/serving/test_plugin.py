@@ -11,7 +11,7 @@ import torch
 
 from comb.backbones.loading import resolve_name
 from comb_serving.pool.capability import KEY, MARK
-from tests.helpers.engines import JOINT, Served, answer, checkpoint, engine, greedy, served
+from tests.helpers.engines import Served, answer, checkpoint, engine, greedy, served
 
 pytestmark = [pytest.mark.vllm, pytest.mark.usefixtures("plugin")]
 
@@ -33,11 +33,11 @@ def plain(plugin: None) -> Any:
         return alone, bare.ask([(PROMPTS[index], "") for index, _ in MIXED])
 
 
-@pytest.fixture(scope="module", params=[{}, JOINT], ids=["blocks", "joint"])
-def nano(plain: Any, tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequest) -> Iterator[Served]:
-    """An adapter on the nano backbone, served: with cross blocks, and with joint attention."""
+@pytest.fixture(scope="module")
+def nano(plain: Any, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
+    """An adapter on the nano backbone, served."""
     folder = tmp_path_factory.mktemp("nano")
-    with served(folder, checkpoint(folder, "nano", **request.param), **TIGHT) as found:
+    with served(folder, checkpoint(folder, "nano"), **TIGHT) as found:
         yield found
 
 
@@ -80,7 +80,6 @@ def test_rows_of_a_batch_answer_as_they_do_alone_and_as_the_library_does(nano: S
 
 
 def test_a_prompt_of_one_token_reads_documents(nano: Served) -> None:
-    """Also after it was read with joint attention, where a first token doesn't read beside others."""
     same(nano.ask([([7], "AB")])[0], nano.reference([7], "AB"))
     with pytest.raises(AssertionError):
         same(nano.ask([([7], "C")])[0], nano.reference([7], "AB"))
@@ -101,64 +100,6 @@ def test_prefixes_are_shared_by_requests_with_the_same_documents_alone(nano: Ser
     assert nano.cached[-1] == 64
     with pytest.raises(AssertionError):
         same(stale, references[3, other])
-
-
-def test_what_stands_in_front_of_documents_is_shared_by_all(nano: Served) -> None:
-    """With joint attention; where cross blocks read, every token reads all documents."""
-    if not nano.model.places_documents:
-        pytest.skip("cross blocks")
-    prompt, behind = PROMPTS[3], {"behind": ((40,),)}
-    plain = nano.ask([(prompt, "")])[0]
-    for names in ("A", "C"):
-        same(nano.ask([(prompt, names)], **behind)[0], nano.reference(prompt, names, front=40))
-    same(nano.ask([(prompt, "")])[0], plain)
-    same(nano.ask([(prompt, "A")], behind=((20,),))[0], nano.reference(prompt, "A", front=20))
-    assert nano.cached[-4:] == [32, 32, 64, 0]  # blocks of 32: the front's first, the same prompt's, and none
-    nano.ask([(prompt, "A")], behind=((40,),), front="of another tenant")
-    assert nano.cached[-1] == 0
-
-
-def test_positions_are_vllms_own_again_behind_a_step(nano: Served) -> None:
-    """Layers are told others where documents have places; a sampler counts tokens by them."""
-    model = nano.llm.llm_engine.model_executor.driver_worker.get_model()
-    seen: dict[str, list[torch.Tensor]] = {"before": [], "inside": [], "behind": []}
-
-    def note(name: str) -> Any:
-        return lambda _, args, kwargs, *__: seen[name].append(kwargs["positions"].clone())
-
-    layer = next(module for module in model.modules() if type(module).__name__ == "LlamaDecoderLayer")
-    handles = [
-        model.register_forward_pre_hook(note("before"), with_kwargs=True),
-        layer.register_forward_pre_hook(
-            lambda _, args, kwargs: seen["inside"].append((args[0] if args else kwargs["positions"]).clone()),
-            with_kwargs=True,
-        ),
-        model.register_forward_hook(note("behind"), with_kwargs=True),
-    ]
-    try:
-        nano.ask([(PROMPTS[0], "A")])
-    finally:
-        for handle in handles:
-            handle.remove()
-    assert len(seen["before"]) == len(seen["behind"]) == 8
-    assert all(map(torch.equal, seen["before"], seen["behind"]))
-    moved = [not torch.equal(*pair) for pair in zip(seen["before"], seen["inside"], strict=True)]
-    assert all(moved) if nano.model.places_documents else not any(moved)
-
-
-def test_places_beyond_the_models_are_refused(nano: Served) -> None:
-    """Documents take up positions, of which answers then have fewer; nano has 2048."""
-    if not nano.model.places_documents:
-        pytest.skip("cross blocks")
-    prompt, long = PROMPTS[0], "C" * 66  # 30 tokens each
-    found = nano.llm.generate(*nano.request(prompt, long, behind=((1,) * 66,), tokens=80), use_tqdm=False)
-    assert len(found[0].outputs[0].token_ids) == 2048 - 66 * 30 - len(prompt)
-    wrong = [{"behind": ((1,),)}, {"behind": ((3, 1),)}, {"behind": ()}]
-    for stated in wrong:
-        found = nano.llm.generate(*nano.request(prompt, "AB", **stated), use_tqdm=False)
-        assert found[0].outputs[0].finish_reason == "error"
-    found = nano.llm.generate(*nano.request(prompt, long + "CC", behind=((1,) * 68,)), use_tqdm=False)
-    assert found[0].outputs[0].finish_reason == "error"
 
 
 def test_a_request_that_was_turned_out_comes_back_to_its_documents(nano: Served) -> None:
@@ -237,10 +178,7 @@ def test_documents_that_were_lost_or_swapped_on_the_way_are_an_error_and_poison_
         assert nano.cached[-1] == 0
     # a prompt that vLLM has rendered itself is stated by nobody
     found = nano.llm.generate(*nano.request(PROMPTS[3], "A", prompts=()), use_tqdm=False)
-    if nano.model.places_documents:  # and documents in it have no places
-        assert found[0].outputs[0].finish_reason == "error"
-    else:
-        same(answer(found[0]), references[3, "A"])
+    same(answer(found[0]), references[3, "A"])
 
 
 def test_caches_of_other_engines_cannot_be_named(nano: Served) -> None:

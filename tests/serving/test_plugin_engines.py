@@ -11,14 +11,9 @@ import torch
 
 from comb.backbones.loading import resolve_name
 from tests.helpers.adapter_answers import ASKED, PROMPTS, answers_of_the_library, plain_answers
-from tests.helpers.engines import JOINT, Served, answer, checkpoint, engine, served
+from tests.helpers.engines import Served, answer, checkpoint, engine, served
 
 pytestmark = [pytest.mark.vllm, pytest.mark.usefixtures("plugin")]
-
-
-def close(found: Served) -> float:
-    """To the library: where documents have places, queries are turned to them here and keys there."""
-    return 4e-5 if found.model.places_documents else 1e-5
 
 
 @pytest.fixture(scope="module")
@@ -29,28 +24,24 @@ def compiled_plain(plugin: None) -> list[Any]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("shape", [{}, JOINT], ids=["blocks", "joint"])
 def test_compiled_without_documents_it_is_plain_vllm_bit_for_bit_and_with_them_the_library(
-    shape: dict[str, Any], compiled_plain: list[Any], tmp_path: Path
+    compiled_plain: list[Any], tmp_path: Path
 ) -> None:
     """With torch.compile, as GPUs run it."""
-    with served(tmp_path, checkpoint(tmp_path, "nano", **shape), enforce_eager=False) as found:
+    with served(tmp_path, checkpoint(tmp_path, "nano"), enforce_eager=False) as found:
         assert not found.llm.llm_engine.vllm_config.model_config.enforce_eager
         assert plain_answers(found) == compiled_plain
-        for (prompt, names), one in zip(ASKED, answers_of_the_library(found, close(found)), strict=True):
+        for (prompt, names), one in zip(ASKED, answers_of_the_library(found), strict=True):
             assert (one[1] == pytest.approx(compiled_plain[PROMPTS.index(prompt)][1], abs=1e-3)) is not bool(names)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("shape", [{}, JOINT], ids=["blocks", "joint"])
-def test_two_ranks_answer_as_the_library_does(
-    shape: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_two_ranks_answer_as_the_library_does(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Tensor-parallel ranks, each a process with a pool of its own heads."""
     monkeypatch.setenv("VLLM_CPU_OMP_THREADS_BIND", "0|1")
-    with served(tmp_path, checkpoint(tmp_path, "nano", **shape), tensor_parallel_size=2) as found:
+    with served(tmp_path, checkpoint(tmp_path, "nano"), tensor_parallel_size=2) as found:
         assert [pool.layout.kv_heads for pool in found.pools] == [1, 1]
-        answers_of_the_library(found, close(found))
+        answers_of_the_library(found)
 
 
 def lora(folder: Path) -> Path:
@@ -73,14 +64,13 @@ def lora(folder: Path) -> Path:
     return folder
 
 
-@pytest.mark.parametrize("shape", [{}, JOINT], ids=["blocks", "joint"])
-def test_documents_and_lora_in_one_batch(shape: dict[str, Any], tmp_path: Path) -> None:
+def test_documents_and_lora_in_one_batch(tmp_path: Path) -> None:
     from vllm.lora.request import LoRARequest
 
     style = LoRARequest("style", 1, str(lora(tmp_path / "lora")))
     # vLLM 0.32 on CPUs gives requests without a LoRA the one in the last place: that is left free here
     options = {"enable_lora": True, "max_lora_rank": 8, "max_loras": 2}
-    with served(tmp_path, checkpoint(tmp_path, "nano", **shape), **options) as found:
+    with served(tmp_path, checkpoint(tmp_path, "nano"), **options) as found:
         asked = [(prompt, names, with_lora) for prompt, names in ASKED for with_lora in (None, style)]
 
         def ask(rows: list[Any]) -> list[Any]:

@@ -13,10 +13,9 @@ from typing import Any
 import pytest
 import torch
 
-from comb.kernels.joint.batch import JointBatch, joint_batches
 from comb.kernels.paged.attention import attend_row
 from comb.model.config import CombEncoderConfig
-from comb_serving.pool.capability import KEY, MARK, Capability, digest
+from comb_serving.pool.capability import KEY, MARK, Capability
 from comb_serving.pool.handles import PoolHandle, pack
 from comb_serving.pool.pool import PoolLayout, SharedPool
 from comb_serving.vllm.pool import check_arguments, rank_layout, total_bytes
@@ -60,102 +59,28 @@ def test_rows_follow_requests_through_the_batch(documents: RequestDocuments) -> 
     documents.add("x", token(A, B))
     documents.add("y", None)
     documents.add("z", token(B))
-    documents.begin(["y", "z", "x"], [0, 2, 3, 6], [0, 7, 5])
+    documents.begin(["y", "z", "x"], [0, 2, 3, 6])
     z, x = documents.step.rows
     assert (z.start, z.stop, z.table.slots().tolist()) == (2, 3, [0, 1, 2, 3])
     assert (x.start, x.stop, x.table.slots().tolist()) == (3, 6, [12, 13, 14, 15, 4, 0, 1, 2, 3])
-    assert [(row.index, row.past) for row in (z, x)] == [(1, 7), (2, 5)]
     assert documents.step.tokens(torch.device("cpu")).tolist() == [2, 3, 4, 5]
-    documents.begin(["x", "warm-up"], [0, 1, 5], [0, 0])
+    documents.begin(["x", "warm-up"], [0, 1, 5])
     assert [(row.start, row.stop) for row in documents.step.rows] == [(0, 1)]
     documents.begin_without()
     assert documents.step.rows == ()
 
 
-def placed(name: str, behind: tuple[int, ...], *handles: PoolHandle) -> dict[str, Any]:
-    prompt = [ord(name)] * 9
-    stated = Capability(name, MARK, tuple(pack(handles)), (digest(prompt),), behind=(behind,))
-    return {"request_id": name, "token": stated.sign(SECRET), "prompt": prompt}
-
-
-def test_tokens_read_the_documents_in_front_of_them(documents: RequestDocuments) -> None:
-    """For joint attention: who reads what, where documents begin, and how far back who stands behind them."""
-    documents.placed = True
-    documents.add(**placed("x", (2, 2), A, B))  # of 5 and 4 tokens
-    documents.add(**placed("y", (1, 4), B, A))
-    documents.add(**placed("z", (6,), A))
-    documents.add("v", None)
-    # x decodes, y begins with five tokens, v has no documents, z begins and all its tokens are in front, w is x's chunk
-    documents.begin(["x", "y", "v", "z"], [0, 1, 6, 7, 10], [9, 0, 0, 0])
-    cpu = torch.device("cpu")
-    places = documents.step.places(cpu)
-    assert places.tokens.tolist() == [0, 2, 3, 4, 5]
-    assert places.moved.tolist() == [9, 4, 4, 4, 9]
-    (read,) = places.batches
-    assert read.batch.counts == (1, 1, 4, 1)
-    assert [table.slots().tolist() for table in read.batch.tables] == [
-        [12, 13, 14, 15, 4], [0, 1, 2, 3], [0, 1, 2, 3], [12, 13, 14, 15, 4]
-    ]  # fmt: skip
-    assert read.tokens.tolist() == places.tokens.tolist()
-    assert read.readers.tolist() == [0, 0, 1, 2, 3, 4, 4]
-    assert read.starts.tolist() == [2, 7, 1, 1, 1, 1, 8]
-    assert (read.rows.tolist(), read.places.tolist(), read.longest) == ([0, 1, 1, 1, 1], [9, 1, 2, 3, 4], 10)
-    assert read.tiles(3).tolist() == [[0, 1, 0, 9], [1, 3, 1, 1], [4, 1, 1, 4]]
-    assert documents.step.places(cpu) is places
-    documents.begin(["z"], [0, 4], [4])  # a later chunk, part of which is behind the document
-    places = documents.step.places(cpu)
-    assert (places.tokens.tolist(), places.moved.tolist()) == ([2, 3], [5, 5])
-    assert places.batches[0].starts.tolist() == [6, 6]
-    documents.begin(["z"], [0, 4], [0])
-    assert not len(documents.step.places(cpu).tokens)
-
-
-def test_attention_takes_so_many_readings_at_a_time(documents: RequestDocuments) -> None:
-    documents.placed = True
-    documents.add(**placed("x", (2, 2), A, B))
-    documents.add(**placed("y", (1, 4), B, A))
-    documents.begin(["x", "y"], [0, 1, 6], [9, 0])
-
-    def read(batches: Sequence[JointBatch]) -> dict[int, list[Any]]:
-        """By token of the step, what it reads: places where documents begin, and their tables."""
-        found: dict[int, list[Any]] = {}
-        for batch in batches:
-            tables = [id(t) for n, t in zip(batch.batch.counts, batch.batch.tables, strict=True) for _ in range(n)]
-            for number, token in enumerate(batch.tokens.tolist()):
-                each = batch.order[batch.first[number] : batch.first[number + 1]].tolist()
-                assert token not in found
-                found[token] = [(int(batch.starts[one]), tables[one]) for one in each]
-        return found
-
-    runs = [run for row in documents.step.rows if (run := row.run()) is not None]
-    whole, cut, alone = (list(joint_batches(runs, torch.device("cpu"), most)) for most in (9, 3, 1))
-    assert [len(batch.readers) for batch in cut] == [3, 2, 2]
-    assert [len(batch.readers) for batch in alone] == [2, 1, 1, 1, 2]  # a token's readings are taken together
-    assert read(whole) == read(cut) == read(alone)
-    assert [len(found) for found in read(whole).values()] == [2, 1, 1, 1, 2]
-    assert [batch.places.tolist() for batch in cut] == [[9, 1], [2, 3], [4]]
-
-
-def test_documents_without_places_are_refused(documents: RequestDocuments) -> None:
-    documents.placed = True
-    for behind in ((), (1,), (3, 1)):
-        with pytest.raises(ValueError, match="2 documents have no places"):
-            documents.add(**placed("x", behind, A, B))
-    with pytest.raises(ValueError, match="no places in its prompt"):
-        documents.add("x", token(A, request_id="x"), [1, 2])
-
-
 def test_an_id_that_comes_again_has_its_new_documents_or_none(documents: RequestDocuments) -> None:
     documents.add("x", token(A))
     documents.add("x", token(B))
-    documents.begin(["x"], [0, 1], [0])
+    documents.begin(["x"], [0, 1])
     assert documents.step.rows[0].table.slots().tolist() == [0, 1, 2, 3]
     documents.add("x", None)
-    documents.begin(["x"], [0, 1], [0])
+    documents.begin(["x"], [0, 1])
     assert not documents.step.rows
     documents.add("x", token(A))
     documents.keep(["y"])
-    documents.begin(["x"], [0, 1], [0])
+    documents.begin(["x"], [0, 1])
     assert not documents.step.rows
     with pytest.raises(ValueError, match="the pool has 6"):
         documents.add("x", token(PoolHandle(1, (6,))))
@@ -166,7 +91,7 @@ def test_an_id_that_comes_again_has_its_new_documents_or_none(documents: Request
     with pytest.raises(ValueError, match="the documents of request y"):
         documents.add("x", token(A, request_id="y"))
     documents.add("x", token())  # documents that stand in its prompt
-    documents.begin(["x"], [0, 1], [0])
+    documents.begin(["x"], [0, 1])
     assert not documents.step.rows
 
 
@@ -174,16 +99,16 @@ def test_a_step_in_which_cross_blocks_were_left_out_is_an_error(documents: Reque
     documents.blocks = 2
     documents.add("x", token(A))
     for mixed in (0, 1):
-        documents.begin(["x"], [0, 1], [0])
+        documents.begin(["x"], [0, 1])
         documents.mixed = mixed
         with pytest.raises(RuntimeError, match=f"{2 - mixed} of 2 cross blocks were not run"):
             documents.end()
-    documents.begin(["x"], [0, 1], [0])
+    documents.begin(["x"], [0, 1])
     with pytest.raises(RuntimeError, match="were not run"):
         documents.begin_without()
-    documents.begin(["x"], [0, 1], [0])
+    documents.begin(["x"], [0, 1])
     documents.mixed = 2
-    documents.begin(["y"], [0, 1], [0])  # no documents, nothing to run
+    documents.begin(["y"], [0, 1])  # no documents, nothing to run
     documents.end()
 
 
@@ -203,13 +128,13 @@ def test_ranks_divide_the_pool() -> None:
 
 def test_index_tensors_are_made_once_a_step(documents: RequestDocuments) -> None:
     documents.add("x", token(A, B))
-    documents.begin(["x"], [0, 2], [0])
+    documents.begin(["x"], [0, 2])
     step, cpu = documents.step, torch.device("cpu")
     assert step.batch is step.batch
     assert step.tokens(cpu) is step.tokens(cpu)
     assert step.batch.counts == (2,)
     table = step.batch.tables[0]
-    documents.begin(["x"], [0, 1], [0])
+    documents.begin(["x"], [0, 1])
     assert documents.step.batch is not step.batch
     assert documents.step.batch.tables[0] is table  # a request's blocks don't change
     assert table.slots() is table.slots()
@@ -285,12 +210,7 @@ def test_the_v2_model_state_sets_the_step(documents: RequestDocuments, monkeypat
     found.add_request(2, SimpleNamespace(req_id="pooling", sampling_params=None, prompt_token_ids=None))
     assert found.prepare_inputs(batch(["y", "x"], [0, 1, 4]), None) == {"positions": 1}
     (row,) = model.comb.step.rows
-    assert (row.start, row.stop, row.table.num_tokens, row.places) == (1, 4, 5, None)
-    model.comb.placed = True
-    found.add_request(3, new(*placed("u", (0,), A).values()))
-    found.prepare_inputs(batch(["u"], [0, 1]), None)
-    assert model.comb.step.rows[0].places.starts.tolist() == [0]
-    model.comb.placed = False
+    assert (row.start, row.stop, row.table.num_tokens) == (1, 4, 5)
     # another request in the batch position of the one before
     found.remove_request("x")
     found.add_request(0, new("w", None))

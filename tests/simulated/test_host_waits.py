@@ -58,16 +58,6 @@ def comb() -> Any:
     return model
 
 
-def joint() -> Any:
-    return CombForCausalLM.from_backbone(
-        llama(),
-        cross_attention_layers=[1, 2, 3],
-        shared_layers=True,
-        joint_attention=True,
-        primer=[5, 6],
-    ).eval()
-
-
 @dataclass(frozen=True)
 class Ceiling:
     """At most: waits of compiling three documents, of linking them, and launches of linking and of a step.
@@ -93,7 +83,6 @@ CEILINGS = {
     "cacheblend:0.3": Ceiling(7, 2, 479, 249),  # the host has to know which tokens it has chosen
     "focus:0.2": Ceiling(7, 2, 662, 249),
     "comb": Ceiling(2, 1, 12, 382),  # three cross blocks
-    "comb, joint": Ceiling(3, 2, 48, 263),  # three layers that read beside their own; the head is copied into the cache
     "hypic:4": Ceiling(7, 1, 1466, 355),  # of a hybrid, whose scans are transformers' plain ones here
 }
 
@@ -137,7 +126,7 @@ def counts(name: str, make: Callable[[], Any]) -> tuple[list[int], list[int], Ce
 
 @pytest.mark.parametrize("name", CEILINGS)
 def test_nothing_waits_for_a_gpu_but_what_has_to(name: str) -> None:
-    make = {"comb": comb, "comb, joint": joint, "hypic:4": lambda: tiny_hybrid("qwen3_5")}.get(name, llama)
+    make = {"comb": comb, "hypic:4": lambda: tiny_hybrid("qwen3_5")}.get(name, llama)
     expected, found, counted, waits = counts(name, make)
     assert found == expected
     ceiling = CEILINGS[name]

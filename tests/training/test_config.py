@@ -9,8 +9,7 @@ from typing import Any
 import pytest
 import yaml
 
-from comb_training.config import Config, ModelConfig, TrainConfig, config_from_dict, load_config, override
-from comb_training.models import training_method
+from comb_training.config import Config, ModelConfig, TrainConfig, config_from_dict, load_config
 
 ROOT = Path(__file__).resolve().parents[2]
 # evaluation.yaml is for `comb bench methods`, the others are of runs
@@ -117,7 +116,7 @@ def test_configs_are_frozen_and_survive_yaml() -> None:
 
 
 def test_the_shipped_configurations_are_there() -> None:
-    recipes = "llama-3.1-8b-instruct deepseek-v2-lite-chat qwen3-8b qwen3.5-9b smollm2-135m linktokens-smollm2-135m"
+    recipes = "llama-3.1-8b-instruct deepseek-v2-lite-chat qwen3.5-9b linktokens-smollm2-135m"
     assert {path.stem for path in CONFIGS} == {
         *recipes.split(),
         "front",
@@ -144,9 +143,3 @@ def test_cross_blocks_are_placed_once(other: dict[str, Any]) -> None:
         ModelConfig(measured_cross_layers=2, **other)
     assert ModelConfig(measured_cross_layers=3).first_cross_layers == range(3)
     assert ModelConfig(cross_attention_layers=(2, 4)).first_cross_layers == (2, 4)
-
-
-def test_lora_needs_layers_of_the_encoders_own() -> None:
-    arguments = ["model.options={shared_layers: true}", "train.lora_rank=4"]
-    with pytest.raises(ValueError, match="with shared_layers it has none"):
-        training_method("comb").load(override(Config(), arguments))

@@ -51,11 +51,11 @@ def test_train_and_publish(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -
     data.write_text("\n".join(map(json.dumps, rows)), encoding="utf-8")
     example("train_encoder").main(
         "nano", str(data), str(folder), "train.max_seconds=null", "train.steps=2",
-        "model.measured_cross_layers=2", "model.device=cpu",
+        "model.num_encoder_layers=2", "model.measured_cross_layers=2", "model.device=cpu",
     )  # fmt: skip
     assert "2 steps" in capsys.readouterr().out
     trained = CombForCausalLM.from_pretrained(folder)
-    assert trained.encoder.config.shared_layers
+    assert len(trained.encoder.layers) == 2
     assert len(trained.config.cross_attention_layers) == 2
     with fake_hub() as hub:
         environment = {"HF_ENDPOINT": hub.url, "HF_HOME": str(tmp_path / "hf"), "HF_TOKEN": "hf_mine"}

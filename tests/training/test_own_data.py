@@ -18,7 +18,7 @@ from comb_training.data.records import load_hub_rows
 from tests.helpers.training import invoke
 
 ROOT = Path(__file__).resolve().parents[2]
-MIXTURE = ROOT / "configs" / "smollm2-135m.yaml"
+MIXTURE = ROOT / "configs" / "linktokens-smollm2-135m.yaml"
 SMALL = ("model.backbone=nano", "model.dtype=float32", "train.steps=2", "train.batch_size=4", "train.max_seconds=null")
 
 

@@ -36,7 +36,6 @@ HEADERS = (
 )
 QWEN = ("<|im_start|>", "<|im_end|>", "<think>", "</think>")
 MODELS: dict[str, tuple[type[Any], dict[str, Any], str, tuple[str, ...]]] = {
-    "qwen3-8b": (Qwen3Config, {"num_hidden_layers": 4}, CHATML, QWEN),
     "qwen3.5-9b": (Qwen3_5TextConfig, LINEAR, CHATML, QWEN),
     "front": (Qwen3Config, {"num_hidden_layers": 4}, CHATML, QWEN),
     "llama-3.1-8b-instruct": (

@@ -13,7 +13,6 @@ import triton
 
 from comb.bench.harness import BenchmarkReport, or_refused
 from comb.bench.work import seams
-from comb.bench.work.joint_cases import JointKernelCase
 from comb.bench.work.kernel_cases import BOUNDS, MacCase, PagedCase
 from comb.evaluation.table import Row, Timing
 from comb.kernels.interpreter import INTERPRETED
@@ -43,11 +42,6 @@ PAGED_TIMES = tuple(
     PagedCase(rows, 8, tokens, queries, fp8=fp8)
     for fp8 in (False, True) for queries in (1, 256) for rows, tokens in ((1, 500), (8, 500), (8, 4000), (128, 500))
 )  # fmt: skip
-JOINT_CHECKS = tuple(
-    JointKernelCase(rows, 3, 37, queries, dtype, own=own)
-    for dtype in BOUNDS for rows, queries, own in ((4, 1, 100), (2, 37, 0), (2, 2, 3000))
-)  # fmt: skip
-JOINT_TIMES = tuple(JointKernelCase(rows, 8, tokens) for rows, tokens in ((1, 500), (8, 500), (8, 4000), (64, 500)))
 _TINY: dict[str, Any] = {"dtype": torch.float32, "heads": 4, "groups": 2, "width": 16}
 
 
@@ -61,9 +55,7 @@ def measure_part(part: str, device: str, report: BenchmarkReport, *, tiny: bool)
         measure_kernels(device, report, *((MAC_CHECKS[:4], small) if tiny else (MAC_CHECKS, MAC_TIMES)))
     elif part == "paged":
         small = [PagedCase(3, 2, 9, queries, fp8=fp8, block=4, **_TINY) for queries in (1, 5) for fp8 in (False, True)]
-        small += [JointKernelCase(3, 2, 9, queries, block=4, **_TINY) for queries in (1, 5)]
-        usual = (PAGED_CHECKS + JOINT_CHECKS, PAGED_TIMES + JOINT_TIMES)
-        measure_kernels(device, report, *((small, small) if tiny else usual))
+        measure_kernels(device, report, *((small, small) if tiny else (PAGED_CHECKS, PAGED_TIMES)))
     else:
         raise ValueError(f"--part is paged, mac or seams, not {part!r}")
 
@@ -136,8 +128,6 @@ def seconds_of(call: Callable[[], object], device: torch.device) -> Timing:
 def _label(case: MacCase | PagedCase) -> str:
     """What of it isn't the default."""
     given = [(each.name, getattr(case, each.name)) for each in fields(case) if getattr(case, each.name) != each.default]
-    if isinstance(case, JointKernelCase):
-        given.insert(0, ("joint", "attention"))
     names = {"config": lambda config: f"window {config.window}, band {config.band}, sink {config.sink}"}
     return ", ".join(
         names.get(name, lambda v, n=name: f"{n} {v}".replace("torch.", ""))(value) for name, value in given

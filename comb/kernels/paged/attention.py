@@ -10,47 +10,20 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from comb.kernels.mac.dispatch import KEY_DTYPES, why_no_kernels, why_too_large
-from comb.kernels.paged.layout import FP8, PagedBatch, PagedLayer, TurnedQueries
+from comb.kernels.paged.layout import FP8, PagedBatch, PagedLayer
 
 
-def attend_plain(
-    query: Tensor, layer: PagedLayer, batch: PagedBatch, *, mass: Tensor | None = None,
-    turned: TurnedQueries | None = None,
-) -> Tensor:  # fmt: skip
+def attend_plain(query: Tensor, layer: PagedLayer, batch: PagedBatch) -> Tensor:
     """The specification: each row's keys gathered, then exact attention.
 
     query [T, H, D] -> the same shape; softmax of q k / sqrt(D) over all tokens of the row's documents, COMB sec. 3.
-
-    Args:
-        mass: filled with the logarithm of the softmax's denominator, [T, H] float32.
-        turned: what makes the batch's queries of `query`, which then has rows of its own.
     """
-    if turned is not None:
-        query = turned.of(query).to(query)
     mixed, at = torch.empty_like(query), 0
     for count, table in zip(batch.counts, batch.tables, strict=True):
         here = slice(at, at := at + count)
         keys, values = layer.gather(table.slots(layer.keys.device), query)
         mixed[here] = attend_row(query[here], keys, values)
-        if mass is not None:
-            mass[here] = masses(query[here], keys)
     return mixed
-
-
-def masses(query: Tensor, keys: Tensor, hidden: Tensor | None = None) -> Tensor:
-    """Logarithm of the sum of exp(q k / sqrt(D)) over the keys.
-
-    query [..., tokens, H, D], keys [..., slots, G, D] -> [..., tokens, H] float32
-
-    Args:
-        hidden: which keys a token doesn't see, [..., tokens, slots] bool.
-    """
-    rows = query.unflatten(-2, (keys.shape[-2], -1)).float()
-    scores = torch.einsum("...tgrd,...sgd->...tgrs", rows, keys.float()) * query.shape[-1] ** -0.5
-    if hidden is not None:
-        scores.masked_fill_(hidden[..., None, None, :], -torch.inf)
-    found: Tensor = scores.logsumexp(-1).flatten(-2)
-    return found
 
 
 def attend_row(query: Tensor, keys: Tensor, values: Tensor) -> Tensor:
@@ -67,19 +40,16 @@ def attend_row(query: Tensor, keys: Tensor, values: Tensor) -> Tensor:
     return mixed.view(shared, heads // shared, tokens, width).permute(2, 0, 1, 3).flatten(1, 2)
 
 
-def attend(
-    query: Tensor, layer: PagedLayer, batch: PagedBatch, *, mass: Tensor | None = None,
-    turned: TurnedQueries | None = None,
-) -> Tensor:  # fmt: skip
+def attend(query: Tensor, layer: PagedLayer, batch: PagedBatch) -> Tensor:
     """Attention of each row's tokens to its own documents, by the kernel where it can be, plainly elsewhere.
 
-    query [T, H, D], row behind row -> the same shape; `mass` and `turned` as in `attend_plain`.
+    query [T, H, D], row behind row -> the same shape
     """
     if why_plain(query, layer):
-        return attend_plain(query, layer, batch, mass=mass, turned=turned)
+        return attend_plain(query, layer, batch)
     from comb.kernels.paged.kernel import attend_paged
 
-    return attend_paged(query, layer, batch, mass=mass, turned=turned)
+    return attend_paged(query, layer, batch)
 
 
 def why_plain(query: Tensor, layer: PagedLayer) -> str:

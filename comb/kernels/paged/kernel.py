@@ -17,8 +17,8 @@ from torch import Tensor
 
 from comb.kernels.interpreter import INTERPRETED
 from comb.kernels.launch import power_of_two
-from comb.kernels.mac.kernel import LN_2, LOG2_E, _product
-from comb.kernels.paged.layout import PagedBatch, PagedLayer, TurnedQueries
+from comb.kernels.mac.kernel import LOG2_E, _product
+from comb.kernels.paged.layout import PagedBatch, PagedLayer
 from comb.kernels.paged.plan import PagedLaunch, PagedPlan, PlanItems, launch_for, make_plan
 
 MERGED = 16  # shares that one turn of the merge's loop reads
@@ -27,11 +27,9 @@ MERGED = 16  # shares that one turn of the merge's loop reads
 @triton.jit
 def _paged_kernel(
     query_ptr, key_ptr, value_ptr, key_scale_ptr, value_scale_ptr, item_ptr, table_ptr, output_ptr, part_ptr, lse_ptr,
-    mass_ptr, row_ptr, cosine_ptr, sine_ptr, stride_qt, stride_qh, stride_ks, stride_kg, stride_vs, stride_vg,
-    stride_scale, scale, groups,
+    stride_qt, stride_qh, stride_ks, stride_kg, stride_vs, stride_vg, stride_scale, scale, groups,
     BLOCK: tl.constexpr, SHARED: tl.constexpr, M: tl.constexpr, WIDTH: tl.constexpr, WIDE: tl.constexpr,
     KEYS: tl.constexpr, QUANTIZED: tl.constexpr, MIXED: tl.constexpr, PRECISION: tl.constexpr, UPCAST: tl.constexpr,
-    MASS: tl.constexpr, TURNED: tl.constexpr,
 ):  # fmt: skip
     # heads of the same slots run side by side, as they lie side by side
     g = tl.program_id(0) % groups
@@ -45,19 +43,8 @@ def _paged_kernel(
     channel, column = tl.arange(0, WIDE), tl.arange(0, KEYS)
     own_channel = own[:, None] & (channel < WIDTH)[None, :]
     at = (token + number // SHARED).to(tl.int64)
-    asking = at
-    if TURNED:
-        asking = tl.load(row_ptr + at, mask=own, other=0).to(tl.int64)
-    query_row = query_ptr + asking[:, None] * stride_qt + head[:, None] * stride_qh
+    query_row = query_ptr + at[:, None] * stride_qt + head[:, None] * stride_qh
     query = tl.load(query_row + channel[None, :], mask=own_channel, other=0.0)
-    if TURNED:  # of TURNED channels; tokens of one row are turned alike
-        partner = tl.where(channel < TURNED // 2, channel + TURNED // 2, channel - TURNED // 2)
-        turns = channel < TURNED
-        other = tl.load(query_row + partner[None, :], mask=own_channel & turns[None, :], other=0.0).to(tl.float32)
-        cosine = tl.load(cosine_ptr + token.to(tl.int64) * TURNED + channel, mask=turns, other=1.0)
-        sine = tl.load(sine_ptr + token.to(tl.int64) * TURNED + channel, mask=turns, other=0.0)
-        sine = tl.where(channel < TURNED // 2, -sine, sine)
-        query = (query.to(tl.float32) * cosine[None, :] + other * sine[None, :]).to(query.dtype)
     highest = tl.full([M], float("-inf"), tl.float32)
     total = tl.zeros([M], tl.float32)
     o = tl.zeros([M, WIDE], tl.float32)
@@ -102,8 +89,6 @@ def _paged_kernel(
         tl.store(
             output_ptr + place[:, None] + channel[None, :], o.to(output_ptr.dtype.element_ty), mask=own_channel
         )  # fmt: skip
-        if MASS:
-            tl.store(mass_ptr + at * groups * SHARED + head, (highest + tl.log2(total)) * LN_2, mask=own)
     else:
         row = (part + number // SHARED).to(tl.int64) * groups * SHARED + head
         tl.store(part_ptr + row[:, None] * WIDTH + channel[None, :], o, mask=own_channel)
@@ -112,8 +97,7 @@ def _paged_kernel(
 
 @triton.jit
 def _paged_merge_kernel(
-    merge_ptr, part_ptr, lse_ptr, output_ptr, mass_ptr, heads,
-    WIDTH: tl.constexpr, WIDE: tl.constexpr, MERGED: tl.constexpr, MASS: tl.constexpr,
+    merge_ptr, part_ptr, lse_ptr, output_ptr, heads, WIDTH: tl.constexpr, WIDE: tl.constexpr, MERGED: tl.constexpr,
 ):  # fmt: skip
     h = tl.program_id(0) % heads
     merge = merge_ptr + tl.program_id(0) // heads * 4
@@ -141,15 +125,9 @@ def _paged_merge_kernel(
         output_ptr + (token * heads + h) * WIDTH + channel, (o / total).to(output_ptr.dtype.element_ty),
         mask=channel < WIDTH,
     )  # fmt: skip
-    if MASS:
-        one = tl.arange(0, 1)
-        tl.store(mass_ptr + token * heads + h + one, (highest + tl.log2(total)) * LN_2)
 
 
-def attend_paged(
-    query: Tensor, layer: PagedLayer, batch: PagedBatch, sizes: PagedLaunch | None = None, *,
-    mass: Tensor | None = None, turned: TurnedQueries | None = None,
-) -> Tensor:  # fmt: skip
+def attend_paged(query: Tensor, layer: PagedLayer, batch: PagedBatch, sizes: PagedLaunch | None = None) -> Tensor:
     """`comb.kernels.paged.attention.attend_plain` by the kernels: query [T, H, D] -> the same shape and dtype."""
     heads, groups, device = query.shape[1], layer.keys.shape[1], query.device
     chosen = sizes or launch_for(query.dtype, query.shape[-1], fp8=layer.key_scales is not None)
@@ -157,52 +135,43 @@ def attend_paged(
         (device, heads, groups, chosen),
         lambda: make_plan(batch, heads=heads, groups=groups, device=device, sizes=chosen),
     )
-    return run_plan(query, layer, plan, mass, turned)
+    return run_plan(query, layer, plan)
 
 
-def run_plan(
-    query: Tensor, layer: PagedLayer, plan: PagedPlan, mass: Tensor | None = None, turned: TurnedQueries | None = None
-) -> Tensor:
+def run_plan(query: Tensor, layer: PagedLayer, plan: PagedPlan) -> Tensor:
     """The launches of a plan; none of them waits for the device, or the host for them."""
     tokens, heads, width = query.shape
-    if turned is not None:
-        tokens = len(turned.rows)
     output = torch.empty(tokens, heads, width, dtype=query.dtype, device=query.device)
     part = torch.empty(plan.partial_rows, heads, width, dtype=torch.float32, device=query.device)
     lse = torch.empty(plan.partial_rows, heads, dtype=torch.float32, device=query.device)
     with torch.cuda.device_of(query):  # triton launches on the current device, wherever the tensors are
         for items in plan.launches:
-            _launch(query, layer, plan, items, output, part, lse, mass, turned)
+            _launch(query, layer, plan, items, output, part, lse)
         if len(plan.merges):
             _paged_merge_kernel[(heads * len(plan.merges),)](
-                plan.merges, part, lse, output, lse if mass is None else mass, heads,
-                WIDTH=width, WIDE=power_of_two(width, 16), MERGED=MERGED, MASS=mass is not None, num_warps=4,
+                plan.merges, part, lse, output, heads,
+                WIDTH=width, WIDE=power_of_two(width, 16), MERGED=MERGED, num_warps=4,
             )  # fmt: skip
     return output
 
 
 def _launch(
     query: Tensor, layer: PagedLayer, plan: PagedPlan, items: PlanItems, output: Tensor, part: Tensor, lse: Tensor,
-    mass: Tensor | None, turned: TurnedQueries | None,
 ) -> None:  # fmt: skip
     groups, width = layer.keys.shape[1], query.shape[-1]
     keys, values, wide = layer.keys, layer.values, power_of_two(width, 16)
     quantized = layer.key_scales is not None
     key_scales, value_scales = (layer.key_scales, layer.value_scales) if quantized else (query, query)
     assert key_scales is not None
-    rows, cosine, sine, scale = plan.table, query, query, width**-0.5 * LOG2_E
-    if turned is not None:
-        rows, cosine, sine, scale = turned.rows, turned.cosine, turned.sine, scale * turned.scale
     narrow = quantized and query.dtype == torch.float16
     mixed = {torch.float32: tl.float32, torch.float16: tl.float16, torch.bfloat16: tl.bfloat16}[query.dtype]
     _paged_kernel[(groups * len(items.numbers),)](
         query, keys, values, key_scales, value_scales, items.numbers, plan.table, output, part, lse,
-        lse if mass is None else mass, rows, cosine, sine, query.stride(0), query.stride(1), keys.stride(0),
-        keys.stride(1), values.stride(0), values.stride(1), key_scales.stride(0), scale, groups,
+        query.stride(0), query.stride(1), keys.stride(0), keys.stride(1), values.stride(0), values.stride(1),
+        key_scales.stride(0), width**-0.5 * LOG2_E, groups,
         BLOCK=layer.block_size, SHARED=query.shape[1] // groups, M=items.rows, WIDTH=width, WIDE=wide,
         KEYS=items.launch.key_tile, QUANTIZED=quantized, MIXED=tl.bfloat16 if narrow else mixed,
         PRECISION="ieee" if query.dtype == torch.float32 else "tf32",
-        UPCAST=INTERPRETED and (narrow or query.dtype == torch.bfloat16), MASS=mass is not None,
-        TURNED=0 if turned is None else turned.cosine.shape[-1], num_warps=items.launch.warps,
+        UPCAST=INTERPRETED and (narrow or query.dtype == torch.bfloat16), num_warps=items.launch.warps,
         num_stages=items.launch.depth(2 * wide, keys.element_size()),
     )  # fmt: skip

@@ -47,32 +47,6 @@ class PagedLayer:
         return keys, values
 
 
-@dataclass(frozen=True)
-class TurnedQueries:
-    """A batch's queries as rows of other ones, each turned by rotary angles: a token that reads documents of which each
-    stands at a place of its own is a query for each of them.
-
-    Args:
-        rows: [T] int32, which of the others each is.
-        cosine, sine: [T, R] float32, of the angles of a head's first R channels (halves of them turn together); the
-            same for all tokens of a row of the batch.
-        scale: of the scores, beside 1 / sqrt(D).
-    """
-
-    rows: Tensor
-    cosine: Tensor
-    sine: Tensor
-    scale: float = 1.0
-
-    def of(self, query: Tensor) -> Tensor:
-        """[others, H, D] -> [T, H, D], in float32 at least"""
-        found = query.index_select(0, self.rows).to(torch.promote_types(query.dtype, torch.float32)) * self.scale
-        turned, rest = found.split([self.cosine.shape[-1], found.shape[-1] - self.cosine.shape[-1]], -1)
-        first, second = turned.chunk(2, -1)
-        mixed = turned * self.cosine[:, None] + torch.cat((-second, first), -1) * self.sine[:, None]
-        return torch.cat((mixed, rest), -1)
-
-
 def take(data: Tensor, scales: Tensor | None, slots: Tensor, dtype: torch.dtype) -> Tensor:
     """Rows `slots` of `data` [S, G, D], dequantised if there are `scales` [S, G]."""
     if scales is None:

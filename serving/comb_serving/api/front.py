@@ -13,7 +13,7 @@ from comb.documents.document import PromptBuilder
 from comb_serving.api.audit import Audit
 from comb_serving.api.choice import MethodChoice
 from comb_serving.api.conversion import renders_alike
-from comb_serving.api.preprocessor import Preprocessor, placing_of, tokenizer_of
+from comb_serving.api.preprocessor import Preprocessor, tokenizer_of
 from comb_serving.api.start_check import check_start
 from comb_serving.config.logs import configure
 from comb_serving.config.options import ServeOptions, instance_dir, pool_path
@@ -61,9 +61,7 @@ class ServerFront:
             encoders = cast(ServedEncoders, manager.encoders)
             reports = None if options.method is None else ReportReceiver(folder)
         builder = PromptBuilder(tokenizer_of(options), chat_template_kwargs=options.chat_template_kwargs)
-        preprocessor = Preprocessor(
-            builder, manager, MethodChoice(options), options.max_documents, placing=placing_of(options)
-        )
+        preprocessor = Preprocessor(builder, manager, MethodChoice(options), options.max_documents)
         audit = Audit(options.audit, preprocessor, secret) if options.audit else None
         REGISTRY.register(CombCollector(preprocessor, encoders, options))
         return cls(options, secret, preprocessor, encoders, reports, audit)

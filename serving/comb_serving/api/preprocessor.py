@@ -18,7 +18,7 @@ from comb.backbones.tokenizer import load_tokenizer
 from comb.cache.picache import content_key
 from comb.cache.store import PICacheStore
 from comb.documents.catalog import DocumentCatalog, KeyedSegment, UnknownDocumentError
-from comb.documents.document import Document, Prompt, PromptBuilder, behind_first
+from comb.documents.document import Document, Prompt, PromptBuilder
 from comb.documents.messages import References
 from comb.model.config import CombConfig
 from comb_serving.api.body import MAX_VALUES
@@ -65,28 +65,6 @@ NO_PLACE = (DocumentsTooLargeError, EncoderError, PoolFullError, PoolPinnedError
 
 
 @dataclass(frozen=True)
-class Placing:
-    """Of an adapter whose documents have places in the prompt (`joint_attention`).
-
-    Args:
-        positions: that the backbone has.
-        primer: whether documents know themselves behind one.
-    """
-
-    positions: int
-    primer: bool
-
-    def behind(self, prompt: Prompt) -> tuple[int, ...]:
-        """How many of the prompt's own tokens stand in front of each document. Raises RequestError: too long."""
-        if len(prompt.flat) >= self.positions:
-            raise RequestError(
-                400, f"prompt and documents have {len(prompt.flat)} tokens, and the model {self.positions} positions"
-            )
-        behind = prompt.placed_behind
-        return behind_first(behind, len(prompt.query)) if self.primer else behind
-
-
-@dataclass(frozen=True)
 class PreprocessedRequest:
     """A request on its way to vLLM.
 
@@ -97,8 +75,6 @@ class PreprocessedRequest:
         segments: its documents, in order; a lease holds them if they are linked.
         prompts: token ids of the prompts, each with all documents; empty where vLLM renders the messages.
         spans: where documents are linked in the prompts, their places in each of them.
-        behind: of an adapter whose documents have places, how many tokens of each prompt stand in front of each.
-        front: the salt of what stands in front of all of them.
     """
 
     body: dict[str, Any]
@@ -107,8 +83,6 @@ class PreprocessedRequest:
     segments: tuple[KeyedSegment, ...] = ()
     prompts: tuple[list[int], ...] = ()
     spans: tuple[tuple[Range, ...], ...] = ()
-    behind: tuple[tuple[int, ...], ...] = ()
-    front: str = ""
 
     @property
     def linked(self) -> bool:
@@ -130,7 +104,7 @@ class PreprocessedRequest:
         places = () if lease is None else tuple(pack(lease.handles))
         digests = tuple(map(digest, self.prompts))
         method = self.method.name if self.spans else ""
-        stated = Capability(request_id, self.salt, places, digests, method, self.spans, self.behind, self.front)
+        stated = Capability(request_id, self.salt, places, digests, method, self.spans)
         return stated.sign(secret)
 
 
@@ -142,7 +116,6 @@ class Preprocessor:
         manager: of the pool; None where nothing is ever linked.
         choice: of methods.
         max_documents: that one tenant may register.
-        placing: where an adapter's documents have places in the prompt, what is known of these.
         chats: whether vLLM renders chats as `builder` does.
         max_tokens: of a prompt; None while the engine isn't known.
     """
@@ -151,7 +124,6 @@ class Preprocessor:
     manager: PICManager | None
     choice: MethodChoice
     max_documents: int = 10_000
-    placing: Placing | None = None
     chats: bool = True
     max_tokens: int | None = None
     catalogs: dict[str, DocumentCatalog] = field(default_factory=dict)
@@ -203,13 +175,11 @@ class Preprocessor:
         inside = dict(zip(names, _registered(self.catalog(tenant), names), strict=True))
         before, after = ([inside[name] for name in names] for names in (named.before, named.after))
         segments = (*before, *listed, *after)
-        front = ""
         if self.choice.plain:
             body = salted(body, tenant)
         else:
-            front = salted(body, tenant).get("cache_salt") or ""
             body = salted(body, tenant, [segment.key for segment in segments] if linked else (), MARK)
-        request = PreprocessedRequest(body, method, about, segments, front=front)
+        request = PreprocessedRequest(body, method, about, segments)
         build: Callable[[PromptBuilder, Gone], PreprocessedRequest] = partial(self._completion, request)
         if path != COMPLETIONS:
             build = partial(self._chat, path, request, listed, named, inside)
@@ -351,7 +321,7 @@ class Preprocessor:
             raise RequestError(400, reason, param="documents")
         messages, builder = messages_of(path, request.body), self.builder_for(request.body, builder)
         if messages is None:
-            if not inside and not self._in_prompt(request) and self.placing is None:
+            if not inside and not self._in_prompt(request):
                 return request  # vLLM renders it
             messages, arguments = converted(path, request.body, builder)
             builder = self.with_arguments(builder, arguments)
@@ -398,10 +368,7 @@ class Preprocessor:
 
     def _with_prompts(self, request: PreprocessedRequest, built: Sequence[Prompt]) -> PreprocessedRequest:
         if not self._in_prompt(request):
-            request = replace(request, prompts=tuple(list(prompt.query) for prompt in built))
-            if self.placing is not None:
-                request = replace(request, behind=tuple(map(self.placing.behind, built)))
-            return request
+            return replace(request, prompts=tuple(list(prompt.query) for prompt in built))
         return replace(
             request,
             prompts=tuple(list(prompt.flat) for prompt in built),
@@ -418,17 +385,6 @@ def tokenizer_of(options: ServeOptions) -> Any:
     if options.backbone is not None:
         config.backbone_name_or_path = str(Path(resolve_name(options.backbone)))
     return load_tokenizer(checkpoint, SimpleNamespace(config=config))
-
-
-def placing_of(options: ServeOptions) -> Placing | None:
-    """What is known of the places of the adapter's documents; None where they have none."""
-    if options.method is not None:
-        return None
-    config = load_config(options.checkpoint, CombConfig)
-    encoder: Any = config.encoder_config
-    if not encoder.joint_attention:
-        return None
-    return Placing(int(config.get_text_config().max_position_embeddings), bool(encoder.primer))
 
 
 def with_capability(path: str, body: dict[str, Any], token: str, request_id: str) -> dict[str, Any]:

@@ -66,7 +66,6 @@ async def check_start(
     documents = [tuple(draw.randrange(size) for _ in range(length)) for length in lengths]
     prompt = [draw.randrange(size) for _ in range(_QUERY)]
     spans: tuple[Any, ...] = ()
-    behind = () if preprocessor.placing is None else ((1,),)
     if linking:
         prompt = [*front, *documents[0], *documents[1], *prompt]
         spans = (((len(front), lengths[0]), (len(front) + lengths[0], lengths[1])),)
@@ -77,7 +76,7 @@ async def check_start(
     async def over(method: LinkMethod, tokens: int) -> LogProbabilities:
         """Over the documents; raises RuntimeError unless `tokens` tokens were linked from the pool."""
         body = {"cache_salt": secrets.token_hex(16)} if linking else salted({}, TENANT, keys, MARK)
-        request = PreprocessedRequest(body, method, {}, segments, (prompt,), spans, behind)
+        request = PreprocessedRequest(body, method, {}, segments, (prompt,), spans)
         token = request.signed(lease, "", secret)
         found = await likely(engine, prompt, body["cache_salt"], {KEY: token})
         report = None if reports is None else reports.take(name_of(token))

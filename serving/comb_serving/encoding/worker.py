@@ -138,16 +138,8 @@ class EncoderWorker:
 def drop_decoder(model: CombForCausalLM) -> None:
     """Frees every weight that compiling doesn't need; `encode` works on, nothing else does."""
     model.keep_fingerprint()  # it names the whole backbone, so while that is there
-    dropped: list[Any] = [model.backbone, model.cross_blocks]
-    if model.encoder.config.shared_layers:  # documents run through all that is in front of the last cross block
-        layers: Any = model.backbone.get_submodule(model.info.layers_path)
-        dropped = [
-            *layers[model.config.cross_attention_layers[-1] :],
-            model.get_output_embeddings(),
-            model.cross_blocks,
-        ]
     kept = {id(parameter) for parameter in model.get_input_embeddings().parameters()}
-    for module in dropped:
+    for module in (model.backbone, model.cross_blocks):
         for parameter in module.parameters():
             if id(parameter) not in kept:
                 parameter.data = torch.empty(0, dtype=parameter.dtype)
@@ -171,7 +163,7 @@ def load(options: ServeOptions, folder: Path, index: int) -> EncoderWorker:
     check_tokenizer(model, load_tokenizer(checkpoint, model))
     drop_decoder(model)
     model.encoder.to(device)
-    (model.backbone if model.encoder.config.shared_layers else model.get_input_embeddings()).to(device)
+    model.get_input_embeddings().to(device)
     store = kept_store(
         host_bytes=options.host_bytes, disk_path=options.disk_path, disk_bytes=options.disk_bytes,
         largest_bytes=model.max_document_tokens * sum(pool.layout.bytes_per_token for pool in pools),

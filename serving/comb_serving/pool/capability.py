@@ -15,8 +15,6 @@ from array import array
 from collections.abc import Sequence
 from dataclasses import astuple, dataclass
 
-from comb_serving.pool.handles import token_counts
-
 KEY = "comb_docs"  # in `SamplingParams.extra_args`; over HTTP in ``vllm_xargs``
 MARK = "comb-documents-"
 COMPILE = "compile"
@@ -35,9 +33,6 @@ class Capability:
         method: of a plain model, whose documents stand in the prompt and are linked there (`comb_serving.linking`);
             `COMPILE` for a prompt that is one document, to be kept; empty for a trained encoder's.
         spans: with a method, for each of `prompts` its documents' places, ``(start, tokens)``.
-        behind: of an encoder whose documents have places, for each of `prompts` how many of its tokens stand in front
-            of each document.
-        front: the salt of what stands in front of these; empty for none.
     """
 
     request_id: str
@@ -46,8 +41,6 @@ class Capability:
     prompts: tuple[str, ...]
     method: str = ""
     spans: tuple[tuple[tuple[int, int], ...], ...] = ()
-    behind: tuple[tuple[int, ...], ...] = ()
-    front: str = ""
 
     def sign(self, secret: bytes) -> str:
         """As a request carries it."""
@@ -61,9 +54,9 @@ class Capability:
             token[:_DIGITS].encode(), _code(token[_DIGITS:], secret).encode()
         ):
             raise ValueError(f"{KEY} is not signed by this instance: send documents in the field 'documents'")
-        request_id, salt, documents, prompts, method, spans, behind, front = json.loads(token[_DIGITS:])
+        request_id, salt, documents, prompts, method, spans = json.loads(token[_DIGITS:])
         places = tuple(tuple((start, tokens) for start, tokens in row) for row in spans)
-        return cls(request_id, salt, tuple(documents), tuple(prompts), method, places, tuple(map(tuple, behind)), front)
+        return cls(request_id, salt, tuple(documents), tuple(prompts), method, places)
 
     def check(self, request_id: str, salt: str | None, prompt: Sequence[int] | None) -> None:
         """Raises ValueError unless it was made for this request."""
@@ -76,16 +69,6 @@ class Capability:
             raise ValueError("its prompt is not the one over its documents")
         if self.method and len(self.spans) != len(self.prompts):
             raise ValueError("its documents have no places in its prompt")
-
-    def behind_in(self, prompt: Sequence[int]) -> tuple[int, ...]:
-        """How many tokens of one of its prompts stand in front of each document. Raises ValueError."""
-        name, count = digest(prompt), len(token_counts(self.documents))
-        if name not in self.prompts or len(self.behind) != len(self.prompts):
-            raise ValueError("its documents have no places in its prompt")
-        behind = self.behind[self.prompts.index(name)]
-        if len(behind) != count or list(behind) != sorted(behind) or behind[-1] >= len(prompt):
-            raise ValueError(f"{count} documents have no places: {list(behind)} in a prompt of {len(prompt)} tokens")
-        return behind
 
     def spans_in(self, prompt: Sequence[int]) -> tuple[tuple[int, int], ...]:
         """Where the documents are in one of its prompts, which `check` has let pass."""

@@ -80,8 +80,7 @@ class ParallelCrossAttention(nn.Module):
             config.hidden_size, width, bias=config.cross_bias, return_bias=False, prefix=f"{prefix}.q_proj"
         )
         self.o_proj = OwnRowLinear(width, config.hidden_size, bias=False, return_bias=False, prefix=f"{prefix}.o_proj")
-        none = config.cross_qk_norm == "none"
-        self.q_norm = nn.Identity() if none else FusedNorm(config.head_dim, config.rms_norm_eps)
+        self.q_norm = FusedNorm(config.head_dim, config.rms_norm_eps)
 
     def query(self, hidden: Tensor) -> Tensor:
         """[tokens, hidden] -> [tokens, heads, head_dim]."""
@@ -125,11 +124,9 @@ class PagedCrossBlock(nn.Module):
         self.input_layernorm = FusedNorm(config.hidden_size, config.rms_norm_eps)
         self.cross_attn = ParallelCrossAttention(config, f"{name}.cross_attn")
         self.attention_gate = nn.Parameter(torch.zeros(1))
-        self.has_mlp = config.cross_mlp
-        if self.has_mlp:
-            self.post_attention_layernorm = FusedNorm(config.hidden_size, config.rms_norm_eps)
-            self.mlp = ParallelMLP(config, f"{name}.mlp")
-            self.mlp_gate = nn.Parameter(torch.zeros(1))
+        self.post_attention_layernorm = FusedNorm(config.hidden_size, config.rms_norm_eps)
+        self.mlp = ParallelMLP(config, f"{name}.mlp")
+        self.mlp_gate = nn.Parameter(torch.zeros(1))
         self.graphs: tuple[Callable[..., Any], Callable[..., None]] | None = None
 
     def forward(self, hidden: Tensor, residual: Tensor | None) -> tuple[Tensor, Tensor | None]:
@@ -212,8 +209,6 @@ class PagedCrossBlock(nn.Module):
     def mixed(self, stream: Tensor, attended: Tensor) -> Tensor:
         """The new stream [tokens, hidden]."""
         x = torch.addcmul(stream, self.attention_gate.tanh(), self.cross_attn.o_proj(attended.flatten(1)))
-        if not self.has_mlp:
-            return x
         return torch.addcmul(x, self.mlp_gate.tanh(), self.mlp(self.post_attention_layernorm(x)))
 
 

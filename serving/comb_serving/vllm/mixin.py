@@ -11,12 +11,9 @@ from torch import Tensor, nn
 from vllm.model_executor.model_loader.default_loader import DefaultModelLoader
 
 from comb.backbones.fingerprint import same_embedding
-from comb.model.encoder import Rotary
 from comb_serving.vllm.block import PagedCrossBlock, checkpoint_weights, load_weight
 from comb_serving.vllm.checkpoint import ATTRIBUTE, encoder_config
-from comb_serving.vllm.joint import JointReader, attention_of
 from comb_serving.vllm.layer import put_in_front
-from comb_serving.vllm.linking.cache_access import CacheReader
 from comb_serving.vllm.pool import capability_of
 from comb_serving.vllm.rows import RequestDocuments
 
@@ -40,39 +37,15 @@ class CombMixin(ModelClass):
         self.comb_config = encoder_config(model_config.hf_config)
         self._comb_vllm_config = vllm_config
         self.comb_blocks: dict[str, PagedCrossBlock] = {}
-        self.comb_readers: list[JointReader] = []
         # read after the checkpoint itself, which holds the adapter
         self.secondary_weights = [DefaultModelLoader.Source(adapter["backbone"], adapter["revision"], prefix=BACKBONE)]
         layers = decoder_layers(self, model_config.hf_text_config.num_hidden_layers)
         known = vllm_config.compilation_config.static_forward_context
         self.comb.blocks = len(adapter["layers"])
-        self.comb.placed = self.comb_config.joint_attention
-        if self.comb.placed:
-            rotary = Rotary(self.comb_config)
-            keys = CacheReader(vllm_config.cache_config.block_size)
-            for index, layer in enumerate(adapter["layers"]):
-                attention = attention_of(layers[layer])
-                reader = JointReader(attention, index, self.comb, f"{prefix}comb.{index}", keys, rotary)
-                known[reader.name] = reader
-                self.comb_readers.append(reader)
-            return
         for index, layer in enumerate(adapter["layers"]):
             block = PagedCrossBlock(self.comb_config, index, self.comb, f"{prefix}comb.{index}")
             known[block.name] = self.comb_blocks[f"{BLOCKS}{index}."] = block
             put_in_front(layers[layer], block)
-
-    def forward(self, input_ids: Any, positions: Tensor, *given: Any, **named: Any) -> Any:
-        """The backbone's; tokens behind documents are told their places in the whole prompt."""
-        if not self.comb.placed or not self.comb.step.rows:
-            return super().forward(input_ids, positions, *given, **named)
-        places = self.comb.step.places(positions.device)
-        moved = places.moved.to(positions).expand(*positions.shape[:-1], -1)
-        # where vLLM keeps them, as graphs of pieces look there; and back, as its sampler counts tokens by them
-        positions.index_add_(-1, places.tokens, moved)
-        try:
-            return super().forward(input_ids, positions, *given, **named)
-        finally:
-            positions.index_add_(-1, places.tokens, -moved)
 
     def load_weights(self, weights: Iterable[tuple[str, Tensor]]) -> set[str]:
         """The backbone's weights go through its own loader, the adapter's into the cross blocks; no encoder here.

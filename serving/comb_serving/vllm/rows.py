@@ -16,7 +16,15 @@ from comb.waits import on_device
 from comb_serving.pool.capability import Capability
 from comb_serving.pool.handles import unpack
 from comb_serving.pool.pool import SharedPool
-from comb_serving.vllm.places import RequestPlaces, RequestRows, StepPlaces
+
+
+@dataclass(frozen=True)
+class RequestRows:
+    """One request's tokens in this step's batch, ``start .. stop - 1``, and the blocks of its documents."""
+
+    start: int
+    stop: int
+    table: BlockTable
 
 
 @dataclass(frozen=True)
@@ -30,7 +38,6 @@ class StepDocuments:
     rows: tuple[RequestRows, ...] = ()
     dummy: bool = False
     _tokens: dict[torch.device, Tensor] = field(default_factory=dict, compare=False, repr=False)
-    _places: dict[torch.device, StepPlaces] = field(default_factory=dict, compare=False, repr=False)
 
     @cached_property
     def batch(self) -> PagedBatch:
@@ -43,12 +50,6 @@ class StepDocuments:
             places = np.concatenate([np.arange(row.start, row.stop, dtype=np.int32) for row in self.rows])
             self._tokens[device] = to_device([places], device)[0].long()
         return self._tokens[device]
-
-    def places(self, device: torch.device) -> StepPlaces:
-        """For joint attention: who reads what, where; worked out and copied once."""
-        if device not in self._places:
-            self._places[device] = StepPlaces.of(self.rows, device)
-        return self._places[device]
 
 
 @dataclass
@@ -63,7 +64,6 @@ class RequestDocuments:
         verified: what a request's token says. Raises ValueError unless this instance has signed it.
         step: the forward pass that is running. blocks: of the model; mixed: those that have run in this step.
         room: [tokens, 1] bool on the model's device, where captured graphs look which tokens have documents.
-        placed: documents have places in the prompt, for joint attention.
         full_graphs: whether steps with documents are kept out of graphs that hold a whole step (`graphs`).
     """
 
@@ -74,18 +74,15 @@ class RequestDocuments:
     mixed: int = 0
     room: Tensor | None = None
     full_graphs: bool = False
-    placed: bool = False
     _written: StepDocuments | None = None
     _tables: dict[str, BlockTable] = field(default_factory=dict)
     _tokens: dict[str, object] = field(default_factory=dict)
-    _placed: dict[str, RequestPlaces] = field(default_factory=dict)
 
-    def add(self, request_id: str, token: object, prompt: Sequence[int] | None = None) -> None:
+    def add(self, request_id: str, token: object) -> None:
         """Looks up a request's documents; the same token under the same id again costs nothing.
 
         Args:
             token: its signed capability; None without documents.
-            prompt: token ids, which say where documents have their places.
 
         Raises:
             ValueError: for what `admission` and `scheduler` would have refused.
@@ -108,34 +105,23 @@ class RequestDocuments:
         handles = unpack(capability.documents, num_blocks=layout.num_blocks, block_size=layout.block_size)
         documents = [(handle.tokens, handle.blocks) for handle in handles]
         self._tables[request_id] = BlockTable(documents, layout.block_size)
-        if self.placed:
-            behind = capability.behind_in(prompt or ())
-            self._placed[request_id] = RequestPlaces.of(documents, behind, layout.block_size)
 
     def remove(self, request_id: str) -> None:
         """Forgets a request; one that isn't known is no error."""
         self._tables.pop(request_id, None)
         self._tokens.pop(request_id, None)
-        self._placed.pop(request_id, None)
 
     def keep(self, request_ids: Sequence[str]) -> None:
         """Forgets all other requests."""
         for gone in self._tokens.keys() - set(request_ids):
             self.remove(gone)
 
-    def begin(self, request_ids: Sequence[str], starts: Sequence[int], past: Sequence[int]) -> None:
-        """Sets the step: request i's tokens are ``starts[i] .. starts[i + 1] - 1`` of the batch, behind ``past[i]``."""
+    def begin(self, request_ids: Sequence[str], starts: Sequence[int]) -> None:
+        """Sets the step: request i's tokens are ``starts[i] .. starts[i + 1] - 1`` of the batch."""
         self.end()
         self.step = StepDocuments(
             tuple(
-                RequestRows(
-                    int(starts[index]),
-                    int(starts[index + 1]),
-                    self._tables[name],
-                    index,
-                    int(past[index]),
-                    self._placed.get(name),
-                )
+                RequestRows(int(starts[index]), int(starts[index + 1]), self._tables[name])
                 for index, name in enumerate(request_ids)
                 if name in self._tables and starts[index + 1] > starts[index]
             )

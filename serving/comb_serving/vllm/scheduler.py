@@ -19,8 +19,6 @@ from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.engine import FinishReason
 
 from comb_serving.pool.capability import MARK
-from comb_serving.pool.handles import token_counts
-from comb_serving.vllm.checkpoint import encoder_config
 from comb_serving.vllm.pool import capability_of, token_of
 
 if TYPE_CHECKING:  # what it is mixed into
@@ -30,13 +28,10 @@ else:
 
 logger = logging.getLogger(__name__)
 
-SALT = "cache_salt"  # what vLLM calls it in a block's hash
-
 
 def make_scheduler(vllm_config: Any, **options: Any) -> Scheduler:
     """In place of a ``--scheduler-cls``: the one that vLLM would take for this configuration, with the check."""
-    placed = encoder_config(vllm_config.model_config.hf_config).joint_attention
-    return mixed_into_vllms(PlacingScheduler if placed else CheckedScheduler, vllm_config, options)
+    return mixed_into_vllms(CheckedScheduler, vllm_config, options)
 
 
 def mixed_into_vllms(ours: type[CheckedScheduler], vllm_config: Any, options: dict[str, Any]) -> Scheduler:
@@ -98,38 +93,6 @@ class CheckedScheduler(SchedulerClass):
                     output.new_prompt_logprobs_tensors = None
                     output.finish_reason = FinishReason.ERROR
         return found
-
-
-class PlacingScheduler(CheckedScheduler):
-    """For adapters whose documents have places in the prompt (`joint_attention`).
-
-    What stands in front of all documents is what it is without them, and is shared with all prompts of its tenant.
-    """
-
-    def admit(self, request: Any) -> None:
-        """Beside the check of all requests: that documents have places, within the positions that the model has."""
-        super().admit(request)
-        token = token_of(request)
-        capability = None if token is None else capability_of(token)
-        if capability is None or not capability.documents:
-            return
-        behind, tokens = capability.behind_in(request.prompt_token_ids), sum(token_counts(capability.documents))
-        model = self.vllm_config.model_config
-        room = max(model.max_model_len, model.hf_text_config.max_position_embeddings) - tokens
-        if request.num_prompt_tokens >= room:
-            raise ValueError(
-                f"documents of {tokens} tokens leave {max(0, room)} of the model's positions for the prompt"
-            )
-        request.max_tokens = min(request.max_tokens, room - request.num_prompt_tokens)
-
-        def extra(plain: tuple[Any, ...], start: int, end: int) -> tuple[Any, ...]:
-            own = (SALT, capability.salt)
-            front = tuple((SALT, capability.front) if key == own else key for key in plain)
-            front = tuple(key for key in front if key != (SALT, ""))
-            # hashes are chained: all behind the first document is apart
-            return (*front, *((own, behind) if end > behind[0] else ()))
-
-        self.rehash(request, extra)
 
 
 def check_request(request: Any) -> None:

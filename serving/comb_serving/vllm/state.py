@@ -22,7 +22,7 @@ def with_documents(base: Any) -> type:
 
         def add_request(self, req_index: int, new_req_data: Any) -> None:
             super().add_request(req_index, new_req_data)
-            self.documents.add(new_req_data.req_id, token_of(new_req_data), new_req_data.prompt_token_ids)
+            self.documents.add(new_req_data.req_id, token_of(new_req_data))
 
         def remove_request(self, req_id: str) -> None:
             super().remove_request(req_id)
@@ -30,8 +30,7 @@ def with_documents(base: Any) -> type:
 
         def prepare_inputs(self, input_batch: Any, req_states: Any) -> dict[str, Any]:
             # runs of vLLM's own come here too, with made-up ids that no request has
-            starts, past = input_batch.query_start_loc_np, input_batch.num_computed_tokens_np
-            self.documents.begin(input_batch.req_ids, starts, past)
+            self.documents.begin(input_batch.req_ids, input_batch.query_start_loc_np)
             inputs: dict[str, Any] = super().prepare_inputs(input_batch, req_states)
             return inputs
 

@@ -32,22 +32,15 @@ class RunnerRows:
             return
         self.follow()
         batch = self.runner.input_batch
-        self.documents.begin(batch.req_ids, self.runner.query_start_loc.np, batch.num_computed_tokens_cpu)
+        self.documents.begin(batch.req_ids, self.runner.query_start_loc.np)
 
     def follow(self) -> bool:
         """Looks up the documents of the requests that are scheduled; whether there are any."""
         names = self.runner.input_batch.req_ids
         for name in names:
-            request = self.runner.requests[name]
-            self.documents.add(name, token_of(request), request.prompt_token_ids)
+            self.documents.add(name, token_of(self.runner.requests[name]))
         self.documents.keep(names)
         return self.documents.known
-
-
-def check_caches(model: Any) -> None:
-    """Raises ValueError if joint attention can't look up keys in vLLM's cache."""
-    for reader in model.comb_readers:
-        reader.check_cache()
 
 
 class PoolOwner(FixedWeights):
@@ -67,11 +60,6 @@ class PoolOwner(FixedWeights):
         self.comb_rows = RunnerRows(self.model_runner, model.comb)
         model.register_forward_pre_hook(self.comb_rows)
         model.register_forward_hook(lambda *_: model.comb.end())
-
-    def initialize_from_config(self, kv_cache_config: Any) -> None:
-        """vLLM's cache is made: what reads it looks whether it can, before there is a request."""
-        super().initialize_from_config(kv_cache_config)  # type: ignore[misc]
-        check_caches(self.model_runner.get_model())
 
     def shutdown(self) -> None:
         """Removes the pool's files."""
@@ -97,11 +85,6 @@ class CombGPUWorkerV2(FixedWeights, Worker):
         """As vLLM's, and promises what `compile_or_warm_up_model` does: vLLM asks before."""
         super().load_model(**options)
         self.model_runner.get_model().comb.full_graphs = True
-
-    def initialize_from_config(self, kv_cache_config: Any) -> None:
-        """As `PoolOwner`'s."""
-        super().initialize_from_config(kv_cache_config)
-        check_caches(self.model_runner.get_model())
 
     def compile_or_warm_up_model(self) -> CompilationTimes:
         """As vLLM's; steps with documents are kept out of the graphs of whole steps that it has captured."""

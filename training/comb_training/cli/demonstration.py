@@ -36,10 +36,9 @@ MAX_NEW_TOKENS = 48
 
 
 def demo_config(output_dir: str | Path, train_seconds: float, seed: int) -> Config:
-    """Two of the six backbone layers read documents, beside their own tokens: a third of its K/V bytes."""
-    options = {"shared_layers": True, "joint_attention": True}
+    """The paper's form: two encoder layers, and a cross block in front of two of the backbone's six."""
     return Config(
-        model=ModelConfig(backbone="nano", cross_attention_layers=(2, 4), options=options, device="cpu", cpu_threads=1),
+        model=ModelConfig(backbone="nano", num_encoder_layers=2, device="cpu", cpu_threads=1),
         data=DataConfig(dataset="nano", seed=seed, options={"scenes": 2400, "questions": 8}),
         train=TrainConfig(
             max_seconds=train_seconds, batch_size=64, learning_rate=6e-3, seed=seed, output_dir=str(output_dir)

@@ -27,8 +27,6 @@ from comb_training.config import Config, load_config, trained_config
 from comb_training.data.mixture import prompt_builder
 from comb_training.models.loading import device_of, dtype_of, load_checkpoint
 
-METHODS = ("full", "comb", "primed", "legolink:16", NO_DOCUMENTS)
-
 _CHECKOUT = Path(__file__).parents[3]
 CONFIGS = _CHECKOUT / "configs"
 ADAPTERS = _CHECKOUT / "training" / "adapters"
@@ -51,12 +49,12 @@ def run_real_demo(model_name: str, adapter: Path | None, console: Console) -> No
         ValueError: for an adapter folder that isn't one, or a model without adapter and recipe.
     """
     start = time.monotonic()
-    folder = ADAPTERS / f"comb-{model_name}" if adapter is None else adapter
+    folder = ADAPTERS / f"linktokens-{model_name}" if adapter is None else adapter
     config, found = _how_to_ask(model_name, folder, given=adapter is not None)
     if not found:
         console.print(
-            f"[yellow]No trained adapter in {folder}: comb is left out.[/yellow] To train one: comb train "
-            f"configs/{model_name}.yaml; then comb demo --model {model_name} --adapter "
+            f"[yellow]No trained adapter in {folder}: it is left out.[/yellow] To train one: comb train "
+            f"configs/linktokens-{model_name}.yaml; then comb demo --model {model_name} --adapter "
             f"{config.train.output_dir}"
         )
     place = str(folder) if found else config.model.backbone
@@ -67,7 +65,7 @@ def run_real_demo(model_name: str, adapter: Path | None, console: Console) -> No
     tokenizer = load_tokenizer(place, model)
     setting = Setting(model, tokenizer, prompt_builder(config.data, tokenizer), config.data.query_template)
     rules = AnswerRules(config.train.answer_max_new_tokens, config.data.stop)
-    methods = [name for name in METHODS if found or name != "comb"]
+    methods = ["full", *([config.train.method] if found else []), "primed", "legolink:16", NO_DOCUMENTS]
     examples = demo_questions()
     journal, refused = Journal(None, {}), dict[str, str]()
     console.rule(f"{model_name}: {len(examples)} questions over {len(examples[0].documents)} passages each")
@@ -96,7 +94,7 @@ def _how_to_ask(model_name: str, folder: Path, *, given: bool) -> tuple[Config, 
     trained = trained_config(folder) if found else None
     if trained is not None:
         return trained, True
-    recipe = CONFIGS / f"{model_name}.yaml"
+    recipe = CONFIGS / f"linktokens-{model_name}.yaml"
     if not recipe.is_file():
         raise ValueError(
             f"how to ask {model_name!r} isn't known: there is no recipe {recipe}, and no adapter with a training.json "

@@ -20,17 +20,12 @@ class ModelConfig:
     backbone: str = "nano"
     """Hub id, folder, or registered name of the frozen backbone."""
     num_encoder_layers: AtLeastOne | None = None
-    """Layers of an encoder of its own, which cross blocks read (the paper's form); null: documents run through the
-    backbone's layers, and are read by these (`CombForCausalLM.from_backbone`)."""
+    """Layers of the encoder; null: 8 (the paper)."""
     cross_attention_layers: Items[StrictInt] | None = None
-    """Backbone layers that read documents, themselves or by a cross block in front of them; null: all, or cross blocks
-    evenly spread, one per encoder layer."""
+    """Backbone layers with a cross block in front of them; null: evenly spread, one per encoder layer."""
     measured_cross_layers: AtLeastOne | None = None
     """Instead of naming them: so many, in front of the layers through which the backbone reads documents. That is
     measured on some of the training examples before the run; see docs/training.md."""
-    fit_passages: AtLeastZero = 0
-    """Documents of the training data on which the encoder's key and value heads are solved for in closed form before
-    the run (ridge regression onto the backbone's own keys and values); 0: they start as copies."""
     encoder_causal: StrictBool = False
     """A causal mask inside the encoder (the paper's equation); false is bidirectional, as in the published code."""
     dtype: str = "float32"
@@ -45,8 +40,6 @@ class ModelConfig:
     """More keyword arguments of `CombForCausalLM.from_backbone`, or `LinkTokensForCausalLM.from_backbone`."""
 
     def __post_init__(self) -> None:
-        if self.fit_passages and self.init_from is not None:
-            raise ValueError("model.fit_passages solves for heads anew that model.init_from has trained: leave it out")
         if self.measured_cross_layers is not None:
             for name in ("cross_attention_layers", "init_from"):
                 if getattr(self, name) is not None:

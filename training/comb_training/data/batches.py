@@ -171,9 +171,8 @@ def by_documents(examples: Iterable[TrainingExample]) -> list[list[int]]:
 class Collator:
     """Pads rows on the right and gives equal documents of a batch the same tensor.
 
-    Returns input_ids, attention_mask and labels ``[B, T]``, documents, per row a list of id tensors ``[tokens]``, and
-    behind, how many of the row's tokens stand in front of each; with `full_prompts` also full_prompts, the same rows
-    with their documents in them (for a teacher that reads them).
+    Returns input_ids, attention_mask and labels ``[B, T]``, documents, per row a list of id tensors ``[tokens]``;
+    with `full_prompts` also full_prompts, the same rows with their documents in them (for a teacher that reads them).
     """
 
     pad_token_id: int
@@ -191,7 +190,6 @@ class Collator:
                 if segment not in tensors:
                     tensors[segment] = torch.tensor(segment)
         batch["documents"] = [[tensors[segment] for segment in example.segments] for example in examples]
-        batch["behind"] = [list(example.prompt.placed_behind) for example in examples]
         return batch
 
     @staticmethod

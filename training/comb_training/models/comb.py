@@ -10,7 +10,6 @@ from typing import Any, TypeVar
 from comb.evaluation.placement import measure_placement, short_prompts
 from comb.model.config import CombConfig
 from comb.model.modeling import CombForCausalLM
-from comb.model.ridge import fit_to_backbone
 from comb_training.config import Config, TrainConfig
 from comb_training.data.batches import TrainingExample
 from comb_training.models.loading import device_of, dtype_of, shaping_options
@@ -62,10 +61,7 @@ class CombTraining(TrainingMethod):
     def fitted(
         self, model: Any, config: Config, examples: Sequence[TrainingExample], resume: str | Path | None
     ) -> CombForCausalLM:
-        """Cross blocks where documents are read (`measured_cross_layers`), and heads solved for (`fit_passages`).
-
-        Every rank measures for itself, on the same examples.
-        """
+        """Cross blocks where documents are read (`measured_cross_layers`); every rank measures on the same examples."""
         count = config.model.measured_cross_layers
         if count is not None:
             if resume is None:
@@ -75,9 +71,6 @@ class CombTraining(TrainingMethod):
             named, revision = model.config.backbone_name_or_path, model.config.backbone_revision
             model = self._fresh(config, model.backbone, layers)
             model.config.backbone_name_or_path, model.config.backbone_revision = named, revision
-        if resume is None and config.model.fit_passages:
-            segments = list(dict.fromkeys(segment for example in examples for segment in example.segments))
-            fit_to_backbone(model, evenly(segments, config.model.fit_passages))
         return model  # type: ignore[no-any-return]  # the one that came or a fresh one
 
     def bare(self, inputs: Mapping[str, Any]) -> dict[str, Any]:

@@ -10,21 +10,23 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from comb.backbones.discovery import inspect_backbone
 from comb.backbones.loading import resolve_name
 from comb.backbones.tracebacks import DamagedError
 from comb.documents.datasets import Counts, MissingDataError
-from comb.model.modeling import CombForCausalLM
 from comb.model.weights import check_checkpoint
 from comb_training.config import Config
 from comb_training.data.batches import join_questions
-from comb_training.data.mixture import prompt_builder, read_tokenized
+from comb_training.data.mixture import prompt_builder
 from comb_training.data.sources import sources
 from comb_training.data.token_statistics import TokenStatistics, statistics_by_set
+from comb_training.models import training_method
 from comb_training.models.loading import check_options, model_tokenizer, options_named
 from comb_training.plan.activations import PassSize
-from comb_training.plan.counting import Parameters, first_line, meta_model
+from comb_training.plan.counting import Parameters, Trained, first_line, meta_model
 from comb_training.plan.memory import GpuMemory, deepspeed_settings, memory_of, other_ways
 from comb_training.trainer import distributed
+from comb_training.trainer.prepare import tokenized
 from comb_training.trainer.sampler import batch_sampler
 from comb_training.trainer.schedule import total_steps
 
@@ -68,15 +70,12 @@ def plan(config: Config, *, ranks: int | None = None) -> Plan:
         place = resolve_name(named)
         with suppress(OSError):  # what isn't here is a note
             check_checkpoint(place)  # damage is found now, not when it is loaded
-    if config.train.method != "comb":
-        return Plan(
-            config, 1, notes=["no parameters, memory and batches: these are planned for train.method=comb only"]
-        )
     ranks = distributed.world_size() if ranks is None else ranks
     deepspeed = deepspeed_settings(config.train)
     result = Plan(config, ranks, size=PassSize.of_budget(config.train))
     try:
-        with options_named(CombForCausalLM, config.model.options):
+        adapter = training_method(config.train.method).adapter
+        with options_named(adapter, config.model.options):
             model, note = meta_model(config)
     except OSError as error:
         result.notes.append(
@@ -84,17 +83,17 @@ def plan(config: Config, *, ranks: int | None = None) -> Plan:
             f"({first_line(error)})"
         )
         return result
-    check_options(CombForCausalLM, config.model.options, model.backbone.config)
+    check_options(adapter, config.model.options, model.backbone.config)
     result.notes += [note] if note else []
     _add_data(result, model)
     _add_memory(result, model, deepspeed)
     return result
 
 
-def _add_memory(result: Plan, model: CombForCausalLM, deepspeed: dict[str, Any]) -> None:
+def _add_memory(result: Plan, model: Trained, deepspeed: dict[str, Any]) -> None:
     config = result.config
     parameters = result.parameters = Parameters.of(model)
-    if {"linear", "both"} & set(model.info.layer_kinds):
+    if {"linear", "both"} & set(inspect_backbone(model.backbone).layer_kinds):
         result.notes.append(
             "linear layers count as softmax attention in the activations; without the kernels of comb-pic[gpu] about "
             "twice as much was measured"
@@ -115,7 +114,7 @@ def _add_memory(result: Plan, model: CombForCausalLM, deepspeed: dict[str, Any])
     ]
 
 
-def _add_data(result: Plan, model: CombForCausalLM) -> None:
+def _add_data(result: Plan, model: Trained) -> None:
     """Reads and tokenises the data, if it and the tokenizer are here."""
     config = result.config
     name = config.model.init_from or config.model.backbone
@@ -136,9 +135,7 @@ def _add_data(result: Plan, model: CombForCausalLM) -> None:
         return
     builder = prompt_builder(config.data, tokenizer)
     try:
-        examples, result.counts = read_tokenized(
-            config.data, builder, model.max_document_tokens, split="train", limit=config.data.limit
-        )
+        examples, result.counts = tokenized(config, builder, model, split="train", limit=config.data.limit)
     except MissingDataError as error:
         result.notes.append(f"no data and batches: {first_line(error)}")
         return
@@ -148,4 +145,4 @@ def _add_data(result: Plan, model: CombForCausalLM) -> None:
         examples = join_questions(examples, config.data.questions_per_row, builder)
     sampler = batch_sampler(examples, config.train, ranks=result.ranks)
     result.steps = total_steps(config.train, sampler.steps_per_epoch)
-    result.size = PassSize.of_data(sampler, examples)
+    result.size = PassSize.of_data(sampler, examples, model)

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from operator import mul
 from typing import Any
 
-from comb.backbones.discovery import text_config
-from comb.model.modeling import CombForCausalLM
+from comb.backbones.discovery import BackboneInfo, inspect_backbone, text_config
+from comb.linktokens.modeling import LinkTokensForCausalLM
 from comb_training.config import TrainConfig
 from comb_training.data.batches import TrainingExample
+from comb_training.plan.counting import Trained
 from comb_training.trainer.sampler import BatchSampler, row_length
 
 FLOAT32, BFLOAT16 = 4, 2
@@ -23,10 +25,11 @@ class PassSize:
     """Tokens of the largest forward pass of one rank.
 
     Args:
-        documents: of different documents.
+        documents: of different documents; 0 where they are in the rows (link tokens).
         queries: rows times the longest one.
         targets: tokens that count in the loss.
-        linked: rows times the tokens of the documents of one row: each row reads its own copy.
+        linked: rows times the tokens of the documents of one row, each of which reads its own copy; of link tokens,
+            rows times those in front of all documents of one.
         rows: questions.
     """
 
@@ -51,21 +54,25 @@ class PassSize:
         )
 
     @classmethod
-    def of_data(cls, sampler: BatchSampler, examples: Sequence[TrainingExample]) -> PassSize:
+    def of_data(cls, sampler: BatchSampler, examples: Sequence[TrainingExample], model: Trained) -> PassSize:
         """The largest of each kind over the first epoch's batches."""
         batches = [[examples[index] for index in indices] for indices in sampler.batches(0)]
+        targets = max(sum(len(example.target) for example in batch) for batch in batches)
+        if isinstance(model, LinkTokensForCausalLM):
+            longest = [max(len(example.prompt.flat) + len(example.target) for example in batch) for batch in batches]
+            most = [model.num_link_tokens * max(len(example.segments) for example in batch) for batch in batches]
+            rows = [len(batch) for batch in batches]
+            return cls(0, max(map(mul, rows, longest)), targets, max(map(mul, rows, most)), max(rows))
         return cls(
             documents=max(sum(map(len, {s for example in batch for s in example.segments})) for batch in batches),
             queries=max(len(batch) * max(map(row_length, batch)) for batch in batches),
-            targets=max(sum(len(example.target) for example in batch) for batch in batches),
+            targets=targets,
             linked=max(len(batch) * max(sum(map(len, example.segments)) for example in batch) for batch in batches),
             rows=max(map(len, batches)),
         )
 
 
-def activation_bytes(
-    model: CombForCausalLM, size: PassSize, *, autocast: bool, checkpointing: bool, copies: int = 0
-) -> int:
+def activation_bytes(model: Trained, size: PassSize, *, autocast: bool, checkpointing: bool, copies: int = 0) -> int:
     """Bytes at the largest moment, logits included.
 
     With w bytes per number that is computed with (2 under autocast), a and b per number of adapter and backbone, h
@@ -75,9 +82,11 @@ def activation_bytes(
         K/V head         (2ah + 4ak) x document tokens                 one per cross block, beside its laid-out K/V:
         linked K/V       2ak x linked tokens
         cross block      (norms + 4wm + 3wq + (4 + 2)q + h(a + 2w)) x query tokens + 2wq x linked tokens
-        joint attention  2bq x (linked + query tokens), instead of a cross block
         backbone layer   (8h + 4wq + 3w x its own m) x query tokens    from the first cross block on
         loss             12 x vocabulary x targets
+
+    Link tokens have backbone layers alone, all of them over whole rows, and 2b(2k + q) x their number in each; and one
+    mask.
 
     Without checkpointing that is all kept. With it, the inputs of all layers are, and at the larger of two moments
 
@@ -92,9 +101,17 @@ def activation_bytes(
         model: on any device.
         copies: bytes of the trained weights' 16-bit copies under autocast.
     """
+    info = inspect_backbone(model.backbone)
+    if isinstance(model, LinkTokensForCausalLM):
+        work = BFLOAT16 if autocast else model.backbone.dtype.itemsize
+        wide, narrow = info.num_attention_heads * info.head_dim, info.num_key_value_heads * info.head_dim
+        layer = _backbone_layer(model, info, size, work) + size.linked * 2 * work * (2 * narrow + wide)
+        mask = size.queries * (size.queries + size.linked) // size.rows * work
+        # one layer more: the gradients inside the one that goes back
+        return int((info.num_layers + 1) * layer + mask + 3 * FLOAT32 * info.vocab_size * size.targets + copies)
     config: Any = model.config.encoder_config
     crosses: list[int] = model.config.cross_attention_layers or []
-    hidden, vocabulary = config.hidden_size, model.info.vocab_size
+    hidden, vocabulary = config.hidden_size, info.vocab_size
     queries, keys = (heads * config.head_dim for heads in (config.num_attention_heads, config.num_key_value_heads))
     residual = next(model.encoder.key_value_heads.parameters()).itemsize
     kept = model.backbone.dtype.itemsize
@@ -107,25 +124,18 @@ def activation_bytes(
     if config.qk_norm != "none":
         attention += (FLOAT32 + BFLOAT16) * (queries + keys)
     encoder_layer = size.documents * (norms + mlp + attention)
-    # shared layers are the backbone's and run without a gradient: nothing of them is kept
-    depth = 0 if config.shared_layers else config.num_hidden_layers
+    depth = config.num_hidden_layers
     heads = size.documents * (2 * residual * hidden + 4 * residual * keys)
     # laid out for all blocks at once; each repeats its own for as many heads as there are queries
-    laid_out = work if config.joint_attention else residual
-    linked, repeated = size.linked * 2 * laid_out * keys, size.linked * 2 * work * queries
-    if config.joint_attention:  # keys and values of documents and queries end to end, for all heads
-        cross_block = (size.linked + size.queries) * 2 * frozen_work * queries
-    else:
-        cross_block = repeated + size.queries * (
-            norms + (mlp if config.cross_mlp else 0) + (3 * work + FLOAT32 + BFLOAT16) * queries
-            # its input in the adapter's dtype, and what each gate multiplies
-            + hidden * (residual + 2 * work)
-        )  # fmt: skip
-    # frozen matrices don't keep their inputs: norms, rotated queries with keys and values, and the MLP's three
-    width = _active_intermediate(text_config(model.backbone), model.info.intermediate_size)
-    backbone_layer = size.queries * (2 * FLOAT32 * hidden + 4 * frozen_work * queries + 3 * frozen_work * width)
+    linked, repeated = size.linked * 2 * residual * keys, size.linked * 2 * work * queries
+    cross_block = repeated + size.queries * (
+        norms + mlp + (3 * work + FLOAT32 + BFLOAT16) * queries
+        # its input in the adapter's dtype, and what each gate multiplies
+        + hidden * (residual + 2 * work)
+    )  # fmt: skip
+    backbone_layer = _backbone_layer(model, info, size, frozen_work)
     # nothing is kept of the layers before the first cross block
-    backbone_layers = model.info.num_layers - crosses[0] if crosses else 0
+    backbone_layers = info.num_layers - crosses[0] if crosses else 0
     # the backward pass of a softmax in float32: its result, the gradient of it, and the one that it hands on
     loss = 3 * FLOAT32 * vocabulary * size.targets
     always = len(crosses) * (heads + linked)
@@ -139,6 +149,13 @@ def activation_bytes(
         work * config.intermediate_size + residual * hidden * len(crosses)
     )
     return int(inputs + max(decoding, encoding))
+
+
+def _backbone_layer(model: Trained, info: BackboneInfo, size: PassSize, work: int) -> int:
+    # frozen matrices don't keep their inputs: norms, rotated queries with keys and values, and the MLP's three
+    width = _active_intermediate(text_config(model.backbone), info.intermediate_size)
+    queries = info.num_attention_heads * info.head_dim
+    return size.queries * (2 * FLOAT32 * info.hidden_size + 4 * work * queries + 3 * work * width)
 
 
 def _active_intermediate(config: Any, dense: int) -> int:

@@ -11,14 +11,23 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from comb.backbones.loading import HUB_ARGUMENTS, load_config
-from comb.model.config import CombConfig
+from comb.linktokens.config import LinkTokensConfig
+from comb.linktokens.front import key_values
+from comb.linktokens.modeling import LinkTokensForCausalLM
 from comb.model.modeling import CombForCausalLM
 from comb_training.config import Config
+from comb_training.models import training_method
 from comb_training.models.comb import add_encoder_lora
+from comb_training.models.linktokens import starting_tokens
 from comb_training.models.loading import dtype_of, shaping_options
+
+Trained = CombForCausalLM | LinkTokensForCausalLM
 
 ARCHITECTURES = Path(__file__).parent / "architectures"
 """Public sizes of the backbones in configs/, for where the Hub can't be asked: ``organisation--name.json``."""
+
+PASSAGE_TOKENS = 137
+"""Of the passage that fresh link tokens start as, where there is no tokenizer to count them (SmolLM2's)."""
 
 
 @dataclass(frozen=True)
@@ -34,14 +43,17 @@ class Parameters:
     trained_bytes: int
 
     @classmethod
-    def of(cls, model: CombForCausalLM) -> Parameters:
+    def of(cls, model: Trained) -> Parameters:
         """Counts those of a model on any device."""
-        parts: dict[str, Any] = {
-            "backbone": model.backbone,
-            "encoder layers": model.encoder.layers,
-            "K/V heads": model.encoder.key_value_heads,
-            "cross blocks": model.cross_blocks,
-        }
+        parts: dict[str, Any] = {"backbone": model.backbone}
+        if isinstance(model, CombForCausalLM):
+            parts |= {
+                "encoder layers": model.encoder.layers,
+                "K/V heads": model.encoder.key_value_heads,
+                "cross blocks": model.cross_blocks,
+            }
+        else:
+            parts["link tokens"] = model.front
         counts, size = {}, {True: 0, False: 0}
         for name, part in parts.items():
             of_part = list(part.parameters())
@@ -66,43 +78,58 @@ class Parameters:
         return self.total - self.trained
 
 
-def meta_model(config: Config) -> tuple[CombForCausalLM, str | None]:
-    """What `CombTraining.load` would load, without a weight, and what `find_backbone_config` says of it.
+def meta_model(config: Config) -> tuple[Trained, str | None]:
+    """What the method's `load` would load, without a weight, and what `find_backbone_config` says of it.
 
     Raises:
         OSError: when a configuration isn't here and can't be fetched.
         UnsupportedBackboneError: if no encoder can be attached to such a backbone.
     """
-    options = {name: value for name, value in config.model.options.items() if name != "primer"}  # it has no weights
+    options = config.model.options
     adapter_dtype = options.get("adapter_dtype", torch.float32)
     dtype = dtype_of(config.model.dtype)
     loading = {} if dtype == "auto" else {"dtype": dtype}
     if options.get("trust_remote_code"):
         loading["trust_remote_code"] = True
-    settings: CombConfig | None = None
-    note: str | None = None
+    adapter: Any = training_method(config.train.method).adapter
+    settings, note = None, None
     if config.model.init_from is not None:
-        settings = load_config(config.model.init_from, CombConfig)
+        settings = load_config(config.model.init_from, adapter.config_class)
         backbone_config: Any = settings.backbone_config
     else:
         backbone_config, note = find_backbone_config(config)
     with torch.device("meta"):
         backbone = AutoModelForCausalLM.from_config(backbone_config, **loading)
+        model: Trained
         if settings is not None:
-            model = CombForCausalLM(settings, backbone)
-            model.encoder.to(adapter_dtype)
-            model.cross_blocks.to(adapter_dtype)
-            model.requires_grad_(True).backbone.requires_grad_(False)
+            model = adapter(settings, backbone)
+        elif adapter is LinkTokensForCausalLM:
+            model = LinkTokensForCausalLM(_front_config(config, backbone), backbone)
         else:
             model = CombForCausalLM.from_backbone(
                 backbone,
                 num_encoder_layers=config.model.num_encoder_layers,
                 cross_attention_layers=config.model.first_cross_layers,
                 encoder_causal=config.model.encoder_causal,
-                **shaping_options(CombForCausalLM, {**options, "adapter_dtype": adapter_dtype}),
+                **shaping_options(CombForCausalLM, options),
             )
-        add_encoder_lora(model, config.train)
+        for part in (model.encoder, model.cross_blocks) if isinstance(model, CombForCausalLM) else (model.front,):
+            part.to(adapter_dtype)
+        model.requires_grad_(True).backbone.requires_grad_(False)
+        if isinstance(model, CombForCausalLM):
+            add_encoder_lora(model, config.train)
     return model, note
+
+
+def _front_config(config: Config, backbone: Any) -> LinkTokensConfig:
+    count = config.model.options.get("num_link_tokens")
+    if count is None:
+        try:
+            count = len(starting_tokens(config.model.backbone, None))
+        except (OSError, ValueError):
+            count = PASSAGE_TOKENS
+    shapes = [[len(keys), keys.shape[-1], values.shape[-1]] for keys, values in key_values(backbone, [0])]
+    return LinkTokensConfig(num_link_tokens=count, layer_shapes=shapes, backbone_config=backbone.config)
 
 
 def find_backbone_config(config: Config) -> tuple[Any, str | None]:

@@ -8,10 +8,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from comb.model.modeling import CombForCausalLM
+from comb.backbones.discovery import text_config
 from comb_training.config import TrainConfig
 from comb_training.plan.activations import BFLOAT16, FLOAT32, PassSize, activation_bytes
-from comb_training.plan.counting import Parameters
+from comb_training.plan.counting import Parameters, Trained
 
 LIVE_PARAMETERS = 10**9  # DeepSpeed's default of what ZeRO-3 holds whole at one time
 OFFLOADED = {"device": "cpu"}
@@ -65,7 +65,7 @@ def other_ways(deepspeed: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
 
 
 def memory_of(
-    model: CombForCausalLM,
+    model: Trained,
     parameters: Parameters,
     size: PassSize | None,
     deepspeed: Mapping[str, Any],
@@ -93,7 +93,7 @@ def memory_of(
         "float32 copy": _part(master, optimizer_parts) if stage else 0,
         "gradients": _part(master, gradient_parts),
         "moments": _part(2 * master, optimizer_parts),
-        "buffers": _buffers(parameters, zero, model.config.encoder_config.hidden_size, ranks, autocast),
+        "buffers": _buffers(parameters, zero, text_config(model.backbone).hidden_size, ranks, autocast),
     }
     moved = ["float32 copy", "gradients", "moments"] if stage and _offloads(zero, "optimizer") else []
     moved += ["frozen weights", "trained weights"] if stage == 3 and _offloads(zero, "param") else []

@@ -91,14 +91,13 @@ class Objective:
 
 
 def check_positions(model: Any, examples: list[TrainingExample]) -> None:
-    """Raises ValueError if a prompt with its documents has no room in the backbone's positions, where it needs it: a
-    teacher reads it so, and joint attention has documents at their places in it."""
+    """Raises ValueError if a prompt with its documents, which a teacher reads, exceeds the backbone's positions."""
     limit = getattr(model.backbone.config.get_text_config(), "max_position_embeddings", None)
     long = [e for e in examples if limit is not None and len(e.prompt.flat) + len(e.target) > limit]
     if long:
         raise ValueError(
             f"{len(long)} examples are longer with their documents than the backbone's {limit} positions, where "
-            f"train.kl_weight and joint attention have them (example {long[0].id}, for one): lower data.num_documents "
+            f"train.kl_weight has them (example {long[0].id}, for one): lower data.num_documents "
             "or data.max_document_tokens, or use train.answers=on_policy with data.max_prompt_tokens, which drops them"
         )
 

@@ -81,7 +81,7 @@ class CombTrainer:
             raise ValueError("the model has no trainable parameter: make one with CombForCausalLM.from_backbone")
         if config.eval_steps is not None and not heldout:
             raise ValueError("train.eval_steps needs held-out examples, and there is none")
-        if config.kl_weight > 0 or getattr(model, "places_documents", False):
+        if config.kl_weight > 0:
             check_positions(model, [*examples, *heldout])
         self.config = config
         self.model: Any = model

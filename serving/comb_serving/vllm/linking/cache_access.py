@@ -113,41 +113,17 @@ class CacheReader:
 
     def __init__(self, block_size: int) -> None:
         self.block_size = block_size
-        self._places: dict[tuple[Any, ...], tuple[Tensor, int, tuple[int, ...]]] = {}
+        self._places: dict[tuple[Any, ...], tuple[Tensor, int]] = {}
 
     def read(self, layer: Any, slots: Tensor) -> Tensor:
         """Tokens [T, width] of the slots [T]."""
-        return self._read(layer, slots, token_shape(layer).width)
-
-    def first(self, layer: Any, slots: Tensor) -> Tensor:
-        """The first part alone, a layer's keys: slots [...] -> [..., *part]."""
-        view = self.first_view(layer)
-        if view is None:
-            part = token_shape(layer).parts[0]
-            found: Tensor = self._read(layer, slots.flatten(), math.prod(part)).view(*slots.shape, *part)
-            return found
-        rows: Tensor = view[slots // self.block_size, slots % self.block_size]
-        return rows
-
-    def first_view(self, layer: Any) -> Tensor | None:
-        """All of the first part, [blocks, block_size, *part], where the backend's layout is a tensor like any other."""
-        cache, (_, _, strides) = layer.kv_cache, self._places_of(layer)
-        if not strides:
-            return None
-        offset, *steps = strides
-        shape = cache.shape[0], self.block_size, *token_shape(layer).parts[0]
-        made: Tensor = cache.as_strided(shape, (cache.stride(0), *steps), cache.storage_offset() + offset)
-        return made
-
-    def _read(self, layer: Any, slots: Tensor, width: int) -> Tensor:
-        cache, (places, extent, _) = layer.kv_cache, self._places_of(layer)
+        cache, (places, extent) = layer.kv_cache, self._places_of(layer)
         blocks = cache.as_strided((cache.shape[0], extent), (cache.stride(0), 1))
-        rows: Tensor = blocks[(slots // self.block_size)[:, None], places[:, :width][slots % self.block_size]]
+        rows: Tensor = blocks[(slots // self.block_size)[:, None], places[slots % self.block_size]]
         return rows
 
-    def _places_of(self, layer: Any) -> tuple[Tensor, int, tuple[int, ...]]:
-        """Where in a block's memory each number of a token lies [block_size, width], how far they reach, and, where the
-        first part is strided, its offset and strides over tokens, heads and numbers.
+    def _places_of(self, layer: Any) -> tuple[Tensor, int]:
+        """Where in a block's memory each number of a token lies [block_size, width], and how far they reach.
 
         Raises:
             ValueError: if the backend doesn't keep what it is given, as with a quantised cache.
@@ -156,9 +132,8 @@ class CacheReader:
         alike = (type(layer.impl), tuple(cache.shape[1:]), cache.stride(), cache.dtype, shape)
         if alike not in self._places:
             places = self._find(layer, cache, shape)
-            first = places[:, : math.prod(shape.parts[0])].unflatten(-1, shape.parts[0])
             # a GPU is waited for here, and not at every read
-            self._places[alike] = places, int(places.max()) + 1, strides_of(first.cpu())
+            self._places[alike] = places, int(places.max()) + 1
         return self._places[alike]
 
     def _find(self, layer: Any, cache: Tensor, shape: TokenShape) -> Tensor:
@@ -180,14 +155,3 @@ class CacheReader:
         order = torch.empty(count, dtype=torch.long, device=cache.device)
         order[found[places] - 1] = places
         return order.view(self.block_size, shape.width)
-
-
-def strides_of(places: Tensor) -> tuple[int, ...]:
-    """Offset and strides of a tensor whose numbers lie at `places`, 0 over a dimension of one; empty: it has none."""
-    offset = int(places.flatten()[0])
-    strides = [int(places.select(axis, 1).flatten()[0]) - offset if size > 1 else 0
-               for axis, size in enumerate(places.shape)]  # fmt: skip
-    made = torch.tensor(offset)
-    for axis, (size, stride) in enumerate(zip(places.shape, strides, strict=True)):
-        made = made + (torch.arange(size) * stride).view([-1 if one == axis else 1 for one in range(places.ndim)])
-    return (offset, *strides) if torch.equal(made.expand(places.shape), places) else ()
