@@ -21,7 +21,7 @@ def test_the_gpu_benchmarks_run_from_end_to_end(tmp_path: Path) -> None:
         env={**os.environ, "OUT": str(tmp_path), "PYTHON": sys.executable}, capture_output=True, text=True, check=False,
     )  # fmt: skip
     assert result.returncode == 0, result.stdout[-3000:] + result.stderr[-3000:]
-    for name, checked, timed in (("mac", 4, 2), ("paged", 6, 6)):
+    for name, checked, timed in (("mac", 4, 2), ("paged", 4, 4)):
         rows = json.loads((tmp_path / f"{name}.json").read_text())["results"]
         times = [row for row in rows if "kernel_s" in row]
         assert len(rows) == checked + timed

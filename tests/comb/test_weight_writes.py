@@ -462,9 +462,7 @@ ADAPTERS: dict[str, tuple[str, Callable[[Any], Any]]] = {
     "encoder's forward": ("comb", lambda model: patched(model.encoder.layers[0].mlp)),
     "encoder's scale": ("comb", lambda model: setattr(model.encoder.layers[0].self_attn, "scaling", 0.9)),
     "encoder's activation": ("comb", lambda model: setattr(model.encoder.layers[0].mlp, "act_fn", torch.nn.ReLU())),
-    "head's hook": (
-        "comb over shared layers", lambda model: model.encoder.key_value_heads[1].register_forward_hook(both),
-    ),
+    "head's hook": ("comb", lambda model: model.encoder.key_value_heads[1].register_forward_hook(both)),
     "embedding's hook": ("comb", lambda model: model.get_input_embeddings().register_forward_hook(scaled)),
     "front's hook": ("linktokens", lambda model: model.front.register_forward_hook(both)),
     "front's forward": ("linktokens", lambda model: patched(model.front, both)),

@@ -102,15 +102,16 @@ def test_counts_without_weights_are_those_of_the_loaded_model(lora: bool) -> Non
 
 
 def test_a_front_is_counted_without_weights_as_it_is_loaded(tmp_path: Path) -> None:
-    config = load_config(CONFIGS["nano"], ["train.method=linktokens"])
+    trained = ["train.method=linktokens", "eval.methods=[full, linktokens]"]
+    config = load_config(CONFIGS["nano"], trained)
     model = training_method("linktokens").load(config)
     found = Parameters.of(meta_model(config)[0])
     assert found == Parameters.of(model)
     assert (found.trained, found.total) == model.num_trainable_parameters()
     model.save_pretrained(tmp_path)
-    again = load_config(CONFIGS["nano"], ["train.method=linktokens", f"model.init_from={tmp_path}"])
+    again = load_config(CONFIGS["nano"], [*trained, f"model.init_from={tmp_path}"])
     assert Parameters.of(meta_model(again)[0]) == found
-    result = dry_run(str(CONFIGS["nano"]), "train.method=linktokens", "data.options={scenes: 60, questions: 4}")
+    result = dry_run(str(CONFIGS["nano"]), *trained, "data.options={scenes: 60, questions: 4}")
     assert result.exit_code == 0, result.output
     assert counted(result.output) == [found.frozen, found.trained]
     assert "activations" in result.output
@@ -173,8 +174,8 @@ def test_missing_things_are_said_and_the_rest_is_shown(tmp_path: Path) -> None:
     # the data is there, the backbone's tokenizer is not
     rows = [{"documents": [f"The key is {n}."], "query": "Key?", "answer": str(n)} for n in range(8)]
     (tmp_path / "data.jsonl").write_text("\n".join(map(json.dumps, rows)))
-    data = ("data.dataset=jsonl", f"data.path={tmp_path / 'data.jsonl'}", "data.heldout_share=0.5")
-    result = dry_run(str(CONFIGS["llama-3.1-8b-instruct"]), *data, "data.num_documents=null")
+    data = (f"data={tmp_path / 'data.jsonl'}", "data.heldout_share=0.5")
+    result = dry_run(str(CONFIGS["llama-3.1-8b-instruct"]), *data)
     assert result.exit_code == 0, result.output
     assert "tokenizer is not here" in " ".join(result.output.split())
     assert counted(result.output)[0] == COUNTS["llama-3.1-8b-instruct"][0]

@@ -30,6 +30,7 @@ GONE = {
     "data.cache": "rows are tokenised by each run; leave it out",
     "data.cache_dir": "rows are tokenised by each run; leave it out",
     "eval.batch_size": "questions are asked one by one; leave it out",
+    "model.fit_passages": "heads start as copies; leave it out",
     "train.adam_beta2": "it is 0.98",
     "train.eval_answers": "questions are answered when the run is over, by eval.methods; leave it out",
     "train.final_learning_rate": "the cosine ends at 0.02 of the peak",
