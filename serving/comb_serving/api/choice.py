@@ -32,6 +32,16 @@ class MethodChoice:
         if options.method is not None:
             self.started = LinkMethod.parse(options.method)
         self.current = self.started
+        self.segments = options.segments
+
+    def segments_of(self, asked: Any) -> bool:
+        """Whether segments are looked for in a request with this `comb`; takes what it says of them out of it."""
+        wanted = asked.pop("segments", self.segments) if isinstance(asked, dict) else self.segments
+        if wanted not in ("auto", "off"):
+            raise RequestError(400, f'comb.segments is "auto" or "off", not {str(wanted)[:40]}', param="comb")
+        if wanted == "auto" and self.segments == "off":
+            raise RequestError(400, "this server was started without --comb-segments", param="comb")
+        return bool(wanted == "auto")
 
     @property
     def switchable(self) -> bool:

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any, TypeAlias, cast
 
 from comb.documents.document import PromptBuilder
+from comb.documents.found import SegmentFinder
 from comb_serving.api.audit import Audit
 from comb_serving.api.choice import MethodChoice
 from comb_serving.api.conversion import renders_alike
@@ -61,7 +62,10 @@ class ServerFront:
             encoders = cast(ServedEncoders, manager.encoders)
             reports = None if options.method is None else ReportReceiver(folder)
         builder = PromptBuilder(tokenizer_of(options), chat_template_kwargs=options.chat_template_kwargs)
-        preprocessor = Preprocessor(builder, manager, MethodChoice(options), options.max_documents)
+        finder = None
+        if options.segments == "auto":
+            finder = SegmentFinder(builder.tokenizer, least=options.segment_tokens, patterns=options.segment_patterns)
+        preprocessor = Preprocessor(builder, manager, MethodChoice(options), options.max_documents, finder=finder)
         audit = Audit(options.audit, preprocessor, secret) if options.audit else None
         REGISTRY.register(CombCollector(preprocessor, encoders, options))
         return cls(options, secret, preprocessor, encoders, reports, audit)
@@ -89,6 +93,8 @@ class ServerFront:
 
     async def stop(self) -> None:
         """Ends encoder processes, and what is under way."""
+        if self.preprocessor.manager is not None:
+            self.preprocessor.sightings.stop()
         if self.encoders is not None:
             await self.encoders.stop()
         if self.reports is not None:

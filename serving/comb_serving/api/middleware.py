@@ -230,7 +230,8 @@ class CombMiddleware:
             if routes.is_ours(path):
                 await self._documents(scope, connection, send, raw, entry.tenant)
             elif path in routes.GENERATION:
-                await self._generation(scope, connection, send, raw, entry)
+                with self.front().preprocessor.answering():
+                    await self._generation(scope, connection, send, raw, entry)
             else:
                 await self._passed(scope, connection, send, raw, entry.tenant)
             if connection.left:
@@ -259,15 +260,20 @@ class CombMiddleware:
         asked = parse_object(raw)
         entry.documents = bool(asked.get("documents"))
         prepared = await connection.unless_left(preprocessor.preprocess(path_of(scope), asked, entry.tenant))
-        entry.prepared = prepared
+        entry.prepared, body = prepared, prepared.body
         lease: Lease | None = None
-        body = prepared.body
         writer: ResponseWriter | None = None
         token: str | None = None
         try:
+            if prepared.unlinked is not None:
+                # nothing is linked before the server has looked at itself
+                held = preprocessor.hold(prepared, entry.tenant) if self._starting is None else None
+                prepared, lease = held or (prepared.plain, None)
+                entry.prepared, entry.lease = prepared, lease
+            body = prepared.body
             if prepared.segments and self._starting is not None:
                 await connection.unless_left(asyncio.shield(self._starting))
-            if prepared.linked:
+            if prepared.linked and lease is None:
                 try:
                     lease = entry.lease = await connection.unless_left(
                         preprocessor.acquire(prepared.segments, entry.tenant)

@@ -7,6 +7,7 @@ import copy
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
 from pathlib import Path
@@ -19,6 +20,7 @@ from comb.cache.picache import content_key
 from comb.cache.store import PICacheStore
 from comb.documents.catalog import DocumentCatalog, KeyedSegment, UnknownDocumentError
 from comb.documents.document import Document, Prompt, PromptBuilder
+from comb.documents.found import SegmentFinder
 from comb.documents.messages import References
 from comb.model.config import CombConfig
 from comb_serving.api.body import MAX_VALUES
@@ -52,6 +54,7 @@ from comb_serving.manager.leases import (
     WantedDocument,
 )
 from comb_serving.manager.manager import PICManager
+from comb_serving.manager.sightings import Sightings
 from comb_serving.pool.capability import KEY, MARK, Capability, digest
 from comb_serving.pool.handles import pack
 
@@ -75,6 +78,7 @@ class PreprocessedRequest:
         segments: its documents, in order; a lease holds them if they are linked.
         prompts: token ids of the prompts, each with all documents; empty where vLLM renders the messages.
         spans: where documents are linked in the prompts, their places in each of them.
+        unlinked: of a request without documents, whose segments were found: the body for where none is linked.
     """
 
     body: dict[str, Any]
@@ -83,11 +87,18 @@ class PreprocessedRequest:
     segments: tuple[KeyedSegment, ...] = ()
     prompts: tuple[list[int], ...] = ()
     spans: tuple[tuple[Range, ...], ...] = ()
+    unlinked: dict[str, Any] | None = None
 
     @property
     def linked(self) -> bool:
         """Whether its documents come from the pool."""
         return bool(self.segments) and not self.method.full
+
+    @property
+    def plain(self) -> PreprocessedRequest:
+        """Of a request whose segments were found, with none of them linked: as it came."""
+        assert self.unlinked is not None
+        return PreprocessedRequest(self.unlinked, self.method, self.about)
 
     @property
     def needs_capability(self) -> bool:
@@ -104,7 +115,8 @@ class PreprocessedRequest:
         places = () if lease is None else tuple(pack(lease.handles))
         digests = tuple(map(digest, self.prompts))
         method = self.method.name if self.spans else ""
-        stated = Capability(request_id, self.salt, places, digests, method, self.spans)
+        found = self.unlinked is not None
+        stated = Capability(request_id, self.salt, places, digests, method, self.spans, found)
         return stated.sign(secret)
 
 
@@ -118,6 +130,7 @@ class Preprocessor:
         max_documents: that one tenant may register.
         chats: whether vLLM renders chats as `builder` does.
         max_tokens: of a prompt; None while the engine isn't known.
+        finder: of segments in prompts without documents; None where none are looked for.
     """
 
     builder: PromptBuilder
@@ -126,12 +139,14 @@ class Preprocessor:
     max_documents: int = 10_000
     chats: bool = True
     max_tokens: int | None = None
+    finder: SegmentFinder | None = None
     catalogs: dict[str, DocumentCatalog] = field(default_factory=dict)
     counters: Counters = field(default_factory=Counters)
 
     def __post_init__(self) -> None:
         if self.manager is not None:
             self.counters = self.manager.counters
+            self.sightings = Sightings(self.manager)
         self._longest = max(map(len, self.builder.tokenizer.get_vocab()))
         self._long_texts = ThreadPoolExecutor(1, "comb-long-texts")
 
@@ -162,13 +177,15 @@ class Preprocessor:
         """
         self.check(body)
         body = dict(body)
-        given, method = body.pop("documents", None), self.choice.of_request(body.pop("comb", None))
+        given, asked = body.pop("documents", None), body.pop("comb", None)
+        finds, method = self.choice.segments_of(asked := copy.copy(asked)), self.choice.of_request(asked)
         if self.choice.plain and body.get("prompt_logprobs") is not None:
             method = INLINED  # of every token: vLLM computes the prompt whole, with what stands in it
         linked, about = not method.full, self.choice.about(method)
         named = References() if path == COMPLETIONS else references_of(turns(path, body))
         if given in (None, []) and named == References():
-            return PreprocessedRequest(salted(body, tenant), method, about)
+            plain = PreprocessedRequest(salted(body, tenant), method, about)
+            return await self._with_found(path, plain, tenant) if finds and linked else plain
         check_combinations(body)
         listed = await self.tokenize([] if given is None else given, tenant, linked)
         names = [*named.before, *named.after]
@@ -187,6 +204,60 @@ class Preprocessor:
         room = None if self.max_tokens is None else self.max_tokens * prompts
         request = await self._aside(list(texts_of(body)), room, build)
         return request if linked else self.inlined(request)
+
+    async def _with_found(self, path: str, plain: PreprocessedRequest, tenant: str) -> PreprocessedRequest:
+        """A request without documents, with the segments of its prompt; as it came where it has none.
+
+        Whatever documents can't be combined with goes as it came, too, and what is wrong with it vLLM says.
+        """
+        assert self.finder is not None
+        finder = self.finder
+
+        def found(builder: PromptBuilder, gone: Gone) -> tuple[PreprocessedRequest, list[Range]]:
+            build = (
+                partial(self._completion, plain)
+                if path == COMPLETIONS
+                else partial(self._chat, path, plain, [], References(), {})
+            )
+            built = build(builder, gone)
+            return built, finder.find(built.prompts[0]) if len(built.prompts) == 1 else []
+
+        room = self.max_tokens
+        try:
+            check_combinations(plain.body)
+            built, spans = await self._aside(list(texts_of(plain.body)), room, found)
+        except (RequestError, ValueError):
+            return plain
+        if not spans or (room is not None and len(built.prompts[0]) > room):
+            return plain
+        segments = [tuple(built.prompts[0][start : start + tokens]) for start, tokens in spans]
+        keys = await self.keys(segments, tenant, True)
+        keyed = tuple(KeyedSegment(f"segment-{key[:12]}", ids, key) for ids, key in zip(segments, keys, strict=True))
+        return replace(built, segments=keyed, spans=(tuple(spans),), unlinked=plain.body)
+
+    def answering(self) -> AbstractContextManager[None]:
+        """While a request is open, no segment is compiled that was found."""
+        return nullcontext() if self.manager is None else self.sightings.answering()
+
+    def hold(self, request: PreprocessedRequest, tenant: str) -> tuple[PreprocessedRequest, Lease | None]:
+        """What of a request's found segments is in the pool, leased; the others are noted. Nobody waits here."""
+        assert self.manager is not None
+        documents = [wanted(segment, tenant) for segment in request.segments]
+        lease = self.manager.hold(documents)
+        there = {document.key for document in lease.documents}
+        for document in documents:
+            self.counters.count_found(len(document.token_ids), linked=document.key in there)
+            if document.key not in there:
+                self.sightings.note(document)
+        if not there:
+            return request.plain, None
+        kept = [place for place, segment in enumerate(request.segments) if segment.key in there]
+        (spans,) = request.spans
+        return replace(
+            request,
+            segments=tuple(request.segments[place] for place in kept),
+            spans=(tuple(spans[place] for place in kept),),
+        ), lease
 
     def check(self, body: Mapping[str, Any]) -> None:
         """Refuses a body for its names and sizes alone, whatever it asks for. Raises RequestError (400)."""

@@ -92,6 +92,15 @@ class ServeOptions:
         None, "of the pool, for what one key pins; by default one part for each key", "--comb-tenant-pinned",
         read=parse_share,
     )  # fmt: skip
+    segments: str = option(
+        "off", "auto: in prompts without documents of a plain model, text that came before is found and linked",
+        "--comb-segments",
+    )  # fmt: skip
+    segment_tokens: int = option(64, "shortest of the segments that are found", "--comb-segment-tokens")
+    segment_patterns: tuple[str, ...] = option(
+        (), "a regular expression of what stands at the start of a line in front of one, beside the usual labels; "
+        "repeatable", "--comb-segment-pattern",
+    )  # fmt: skip
     log_format: str = option("text", "of what comb itself logs: text or json", "--comb-log-format")
     admin_hash: str | None = option(
         None, f"key that may switch encoder or method at `/v1/comb`; better by `{ADMIN_KEY}`", "--comb-admin-key",
@@ -111,7 +120,8 @@ class ServeOptions:
                 raise ValueError(f"{name} is a share of the pool, above 0 and at most 1, not {getattr(self, name)}")
         if not 0 <= self.audit <= 1:
             raise ValueError(f"audit is a share of requests, 0 to 1, not {self.audit}")
-        choices = {"log_format": ("text", "json"), "pool_dtype": ("auto", "fp8"), "pool_memory": ("auto", "host")}
+        choices = {"log_format": ("text", "json"), "pool_dtype": ("auto", "fp8"), "pool_memory": ("auto", "host"),
+                   "segments": ("off", "auto")}  # fmt: skip
         for name, known in choices.items():
             if getattr(self, name) not in known:
                 raise ValueError(f"{name} is {' or '.join(known)}, not {getattr(self, name)!r}")
@@ -151,7 +161,7 @@ class ServeOptions:
         return [
             inspect.Parameter(
                 each.name, inspect.Parameter.KEYWORD_ONLY, default=said.get("default", inspect.Parameter.empty),
-                annotation=Annotated[str | None if said.get("read") else hints[each.name], said["option"]],
+                annotation=Annotated[_written(hints[each.name], said), said["option"]],
             )
             for each in fields(cls) if (said := each.metadata)
         ]  # fmt: skip
@@ -160,7 +170,8 @@ class ServeOptions:
     def read(cls, given: Mapping[str, Any]) -> ServeOptions:
         """The options of a command line. Raises ValueError for what can't be."""
         reads = {each.name: each.metadata.get("read") for each in fields(cls)}
-        return cls(**{n: v if v is None or (read := reads[n]) is None else read(v) for n, v in given.items()})
+        values = {n: v if v is None or (read := reads[n]) is None else read(v) for n, v in given.items()}
+        return cls(**_with_tuples(values))
 
     def given(self, *names: str) -> list[str]:
         """The flags of those options that aren't at their defaults."""
@@ -180,7 +191,18 @@ class ServeOptions:
         if OPTIONS not in environment:
             raise ValueError(f"{OPTIONS} is not set: encoders, workers and middleware are started by `comb serve`")
         values = json.loads(environment[OPTIONS])
-        return cls(**{**values, "key_hashes": tuple(values["key_hashes"])})
+        return cls(**_with_tuples(values))
+
+
+def _with_tuples(values: Mapping[str, Any]) -> dict[str, Any]:
+    return {name: tuple(value) if isinstance(value, list) else value for name, value in values.items()}
+
+
+def _written(kind: Any, said: Mapping[str, Any]) -> Any:
+    """The type of what is written on the command line."""
+    if said.get("read"):
+        return str | None
+    return list[str] if kind == tuple[str, ...] else kind
 
 
 def flag_of(option: Field[Any]) -> str:

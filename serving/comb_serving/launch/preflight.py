@@ -15,6 +15,7 @@ from comb.backbones.loading import backbone_of_adapter, load_config, resolve_nam
 from comb.backbones.settings import PEFT
 from comb.backbones.tokenizer import load_tokenizer
 from comb.documents.files import read_json
+from comb.documents.found import check_sizes
 from comb.linktokens.config import LinkTokensConfig
 from comb.methods.fronts import DUMMIES
 from comb.model.config import CombConfig
@@ -57,6 +58,13 @@ def check_start(options: ServeOptions, arguments: Sequence[str] = ()) -> ServeOp
             "--audit compares documents that a plain model's --method links (primed, legolink:16, ...) with full "
             "recompute, and nothing is linked here"
         )
+    if options.segments != "off":
+        if options.method in (None, FULL) or LinkMethod.parse(options.method).states:
+            raise ValueError(
+                "--comb-segments finds text in a plain model's prompts for its --method to link (primed, legolink:16, "
+                f"...), and not for {options.method or 'the encoder of an adapter'}"
+            )
+        check_sizes(options.segment_tokens, patterns=options.segment_patterns)
     for flag in options.given(*_OF_ENCODERS) if options.method is not None else ():
         advice = "say --method full" if flag == "--encoder" else "leave it away"
         raise ValueError(f"{flag} is for adapters, and --method for plain models, which have no encoder: {advice}")

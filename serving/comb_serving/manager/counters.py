@@ -39,6 +39,7 @@ class Counters:
     documents, tokens: by state. A document is counted for each request as hit (in the pool, or on its way there) or
     inlined, and once for each way into the pool as encoded or compiled, copied (from a lower tier) or failed.
     prompt_tokens: of prompts with documents linked in them, by method and by where they came from, as the engine says.
+    found: segments that nobody has marked, and their tokens, by whether they were linked.
     audits: tokens of answers that were also computed in full, by method: "same" before the two part, "parted" behind.
     """
 
@@ -48,6 +49,13 @@ class Counters:
     refused: int = 0
     prompt_tokens: Counter[tuple[str, str]] = field(default_factory=Counter)
     audits: Counter[tuple[str, str]] = field(default_factory=Counter)
+    found: Counter[tuple[str, str]] = field(default_factory=Counter)
+
+    def count_found(self, tokens: int, *, linked: bool) -> None:
+        """One found segment of a prompt."""
+        state = "linked" if linked else "new"
+        self.found["segments", state] += 1
+        self.found["tokens", state] += tokens
 
     def count(self, state: str, tokens: int) -> None:
         """One document of `tokens` tokens."""

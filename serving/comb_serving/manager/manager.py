@@ -124,6 +124,20 @@ class PICManager:
         times = {"room_seconds": entered - start, "encode_seconds": time.monotonic() - entered}
         return Lease(documents, partial(self._release, tuple(entries.values())), **times)
 
+    def hold(self, documents: Sequence[WantedDocument]) -> Lease:
+        """A lease of those documents that are in the pool now; nothing is encoded, and nobody waits."""
+        entries: dict[str, PoolEntry] = {}
+        for document in documents:
+            entry = self._present(document.key)
+            if entry is not None and entry not in self._encoding and document.key not in entries:
+                entry.references += 1
+                self.pool.touch(entry.key)
+                entries[document.key] = entry
+        held = [LeasedDocument(d.key, entries[d.key].value, "pool") for d in documents if d.key in entries]
+        for each in held:
+            self.counters.count("hit", each.handle.tokens)
+        return Lease(held, partial(self._release, tuple(entries.values())), room_seconds=0.0, encode_seconds=0.0)
+
     async def _in_turn(self, unique: dict[str, WantedDocument]) -> tuple[dict[str, PoolEntry], set[str]]:
         """`_enter`, at once where nobody is overtaken who waits for room, else when its turn has come."""
         needs_no_room = all(self._present(key) is not None for key in unique)

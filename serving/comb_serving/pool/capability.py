@@ -33,6 +33,7 @@ class Capability:
         method: of a plain model, whose documents stand in the prompt and are linked there (`comb_serving.linking`);
             `COMPILE` for a prompt that is one document, to be kept; empty for a trained encoder's.
         spans: with a method, for each of `prompts` its documents' places, ``(start, tokens)``.
+        found: whether these are segments that nobody has marked: what the prefix cache has of the prompt goes first.
     """
 
     request_id: str
@@ -41,6 +42,7 @@ class Capability:
     prompts: tuple[str, ...]
     method: str = ""
     spans: tuple[tuple[tuple[int, int], ...], ...] = ()
+    found: bool = False
 
     def sign(self, secret: bytes) -> str:
         """As a request carries it."""
@@ -54,9 +56,9 @@ class Capability:
             token[:_DIGITS].encode(), _code(token[_DIGITS:], secret).encode()
         ):
             raise ValueError(f"{KEY} is not signed by this instance: send documents in the field 'documents'")
-        request_id, salt, documents, prompts, method, spans = json.loads(token[_DIGITS:])
+        request_id, salt, documents, prompts, method, spans, found = json.loads(token[_DIGITS:])
         places = tuple(tuple((start, tokens) for start, tokens in row) for row in spans)
-        return cls(request_id, salt, tuple(documents), tuple(prompts), method, places)
+        return cls(request_id, salt, tuple(documents), tuple(prompts), method, places, found)
 
     def check(self, request_id: str, salt: str | None, prompt: Sequence[int] | None) -> None:
         """Raises ValueError unless it was made for this request."""

@@ -29,6 +29,7 @@ class RequestLink:
         length: of the prompt.
         layout: of the pool.
         key: of the document of a request that compiles it, which is its salt in the prefix cache.
+        found: whether the documents are segments that nobody has marked.
         interior: of that document in its prompt, whose states are to be captured; None where there are none.
     """
 
@@ -39,7 +40,18 @@ class RequestLink:
     length: int
     layout: LinkingLayout
     key: str = ""
+    found: bool = False
     interior: Range | None = None
+
+    def go_behind(self, exact: int) -> None:
+        """Leaves the first tokens, which the prefix cache has as plain prompts left them, to it.
+
+        A document that begins in there isn't linked: the few tokens of it behind the last whole block are computed.
+        """
+        kept = [(span, handle) for span, handle in zip(self.spans, self.handles, strict=True) if span[0] >= exact]
+        self.spans, self.handles = tuple(span for span, _ in kept), [handle for _, handle in kept]
+        assert self.method is not None
+        self.plan = self.layout.plan(self.method, self.length, self.spans).behind(exact)
 
     @property
     def sources(self) -> list[PoolHandle]:
@@ -101,7 +113,7 @@ def link_of(request: Any, layout: LinkingLayout, started: LinkMethod) -> Request
     method = None if capability.method == COMPILE else LinkMethod.parse(capability.method)
     if method is not None and method.compiled != started.compiled:
         raise ValueError(f"documents here are compiled for {started.name}, and not for {method.name}")
-    link = RequestLink(name_of(token), method, spans, handles, len(prompt), layout, capability.salt)
+    link = RequestLink(name_of(token), method, spans, handles, len(prompt), layout, capability.salt, capability.found)
     if method is None:
         if len(spans) != 1 or sum(spans[0]) != link.length:
             raise ValueError("a document is compiled at the end of its own prompt")

@@ -41,6 +41,12 @@ class LinkingScheduler(CheckedScheduler):
         """Beside the check of all requests: what it links, and under which hashes its blocks are kept."""
         super().admit(request)
         link = self.connector.admit(request)
+        if link is not None and link.found and self.kv_cache_manager.prefix_cache_lookup_enabled(request):
+            # by the hashes of plain prompts, which it still has
+            _, exact, _ = self.kv_cache_manager.coordinator.find_longest_cache_hit(
+                request.block_hashes, request.num_tokens - 1
+            )
+            link.go_behind(exact)
         if link is not None and link.method is not None:
             # blocks in front of the first document keep the hashes of plain prompts, and are shared with them; what has
             # approximate keys and values never has an exact prompt's hash

@@ -1,0 +1,135 @@
+"""Segments found in a prompt that nobody has marked: where one ends follows from what stands there, not from where.
+
+A prompt is cut at strong joints (special tokens, tagged or numbered chunks, a tool's schema) always, and between them
+at starts of lines that their own next tokens choose (content-defined chunking, as in LBFS: Muthitacharoen et al. 2001).
+So an insertion moves the segment that it is in, and those behind it are cut as before.
+"""
+
+from __future__ import annotations
+
+import re
+import zlib
+from array import array
+from bisect import bisect_left
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from comb.locks import lock_of
+
+LABELS = (
+    r"</?(?:documents?|docs?|source|context|chunk|passage|file|tools?|examples?|search_results?)\b[^>\n]*>",
+    r"(?:passage|document|source|context|chunk|paragraph|file|result) ?\[?#?\d+\]?(?=\W)[:.)]?",
+    r"\[\d+\]:?",
+    r"(?=\{\"|```)",  # a tool's schema, or another object, in a line of its own; code
+)
+"""What stands at the start of a line in front of a segment, and isn't a part of it: a number changes with the order."""
+
+_LOOK = 8  # tokens whose hash decides whether a line begins a segment
+_LINES, _TOKENS = 4, 32  # one start of a line in so many does; in text without lines, one token in so many
+_HEADER = 4  # tokens of a message's role between a special token and the end of its line
+
+
+def check_sizes(least: int, most: int = 1024, patterns: Sequence[str] = ()) -> None:
+    """Raises ValueError for a pattern that doesn't compile or matches nothing at all, or sizes that make no sense."""
+    if not 8 <= least <= most // 2:
+        raise ValueError(f"a segment's least tokens are 8 to {most // 2}, not {least}")
+    for pattern in patterns:
+        try:
+            empty = re.compile(pattern).match("")
+        except re.error as error:
+            raise ValueError(f"{pattern!r} is no regular expression: {error}") from error
+        if empty is not None:
+            raise ValueError(f"the pattern {pattern!r} matches nothing at all: every line would begin a segment")
+
+
+@dataclass(frozen=True)
+class _Places:
+    """Of a prompt: each token's text, and which begin a line, a line behind a blank one, or at a strong joint."""
+
+    texts: list[str]
+    lines: set[int]
+    blank: set[int]
+    strong: set[int]
+
+    def ends(self, token_ids: Sequence[int], begin: int, at: int, least: int, most: int) -> bool:
+        """Whether the segment that began at `begin` ends in front of token `at`."""
+        size = at - begin
+        if at in self.strong or size >= most:
+            return True
+        if size < least:
+            return False
+        if at in self.blank:
+            return True
+        chance = zlib.crc32(array("q", token_ids[at : at + _LOOK]).tobytes())
+        if at in self.lines:
+            return chance % _LINES == 0 or size >= most // 2
+        return size >= most // 2 and chance % _TOKENS == 0
+
+
+class SegmentFinder:
+    """Cuts prompts of one tokenizer.
+
+    Args:
+        least: tokens of a segment; what is shorter is left alone.
+        most: tokens of a segment.
+        patterns: of one's own, beside `LABELS`: regular expressions, at the start of a line.
+
+    Raises:
+        ValueError: as `check_sizes`.
+    """
+
+    def __init__(self, tokenizer: Any, *, least: int = 64, most: int = 1024, patterns: Sequence[str] = ()) -> None:
+        check_sizes(least, most, patterns)
+        self.tokenizer, self.least, self.most = tokenizer, least, most
+        self._label = re.compile("|".join(f"(?:{each})" for each in (*LABELS, *patterns)), re.IGNORECASE)
+        self._special = frozenset(number for number, token in tokenizer.added_tokens_decoder.items() if token.special)
+
+    def find(self, token_ids: Sequence[int]) -> list[tuple[int, int]]:
+        """Places and lengths of segments in a prompt's tokens, in order and apart.
+
+        None is found where the tokenizer doesn't say where its tokens are in a text, or makes other tokens of it.
+        """
+        places = self._places(token_ids)
+        if places is None:
+            return []
+        pieces = places.texts
+        found, begin = [], 0
+        for at in range(1, len(token_ids) + 1):
+            special = at < len(token_ids) and token_ids[at] in self._special
+            if token_ids[begin] in self._special:
+                begin = at
+                continue
+            if at < len(token_ids) and not special and not places.ends(token_ids, begin, at, self.least, self.most):
+                continue
+            end = at
+            while begin < end and not pieces[begin].strip():
+                begin += 1
+            # a line's end may be one token with what follows it, and another where other text follows
+            while end > begin and pieces[end - 1].rstrip() != pieces[end - 1]:
+                end -= 1
+            if end - begin >= self.least:
+                found.append((begin, end - begin))
+            begin = at
+        return found
+
+    def _places(self, token_ids: Sequence[int]) -> _Places | None:
+        if not getattr(self.tokenizer, "is_fast", False) or not token_ids:
+            return None
+        with lock_of(self.tokenizer):
+            text = self.tokenizer.decode(token_ids, skip_special_tokens=False, clean_up_tokenization_spaces=False)
+            made = self.tokenizer(text, add_special_tokens=False, return_offsets_mapping=True)
+        if list(made["input_ids"]) != list(token_ids):
+            return None
+        places: list[tuple[int, int]] = made["offset_mapping"]
+        lines = {at for at, (start, _) in enumerate(places) if not start or text[start - 1] == "\n"}
+        labels = {at: match.end() for at in lines if (match := self._label.match(text, places[at][0]))}
+        strong = {*labels, *(bisect_left(places, (end,)) for end in labels.values())}
+        header = 0
+        for at, token in enumerate(token_ids):
+            header = _HEADER if token in self._special else header - 1
+            if header > 0 and at in lines:
+                strong.add(at)
+        pieces = [text[start:end] for start, end in places]
+        blank = {at for at in lines if text[max(0, places[at][0] - 2) : places[at][0]] == "\n\n"}
+        return _Places(pieces, lines, blank, strong)

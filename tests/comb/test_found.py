@@ -1,0 +1,142 @@
+"""Segments that are found in prompts: cut by what stands there, whatever is around it."""
+
+from __future__ import annotations
+
+import random
+from typing import Any
+
+import pytest
+
+from comb.backbones.tokenizer import load_tokenizer
+from comb.documents.found import SegmentFinder
+from tests.helpers.byte_text import byte_tokenizer
+
+NANO = load_tokenizer("nano")
+DRAW = random.Random(3)
+WORDS = [
+    "Ada",
+    "Bob",
+    "garden",
+    "kitchen",
+    "took",
+    "the",
+    "red",
+    "ball",
+    "went",
+    "to",
+    "and",
+    "then",
+    "left",
+    "hall",
+    "book",
+    "Cy",
+    "sleeps",
+    "in",
+]
+
+
+def paragraph(words: int) -> str:
+    return " ".join(DRAW.choice(WORDS) for _ in range(words)) + "."
+
+
+CHUNKS = [paragraph(40) for _ in range(6)]
+
+
+def chat(text: str, question: str = "Where?") -> list[int]:
+    messages = [{"role": "user", "content": text}, {"role": "assistant", "content": "Yes."}]
+    messages.append({"role": "user", "content": question})
+    return list(NANO.apply_chat_template(messages, add_generation_prompt=True)["input_ids"])
+
+
+def pieces(finder: SegmentFinder, token_ids: list[int]) -> set[tuple[int, ...]]:
+    spans = finder.find(token_ids)
+    end = 0
+    for start, tokens in spans:
+        assert start >= end
+        assert finder.least <= tokens
+        end = start + tokens
+        assert end <= len(token_ids)
+    return {tuple(token_ids[start : start + tokens]) for start, tokens in spans}
+
+
+LABELLED = {
+    "numbered": lambda chunks: "\n".join(f"Passage {n}: {chunk}" for n, chunk in enumerate(chunks, 1)),
+    "bracketed": lambda chunks: "\n".join(f"[{n}] {chunk}" for n, chunk in enumerate(chunks, 1)),
+    "documents": lambda chunks: "\n".join(f"Document [{n}]\n{chunk}" for n, chunk in enumerate(chunks, 1)),
+    "tagged": lambda chunks: "\n".join(f'<document id="{n}">\n{c}\n</document>' for n, c in enumerate(chunks, 1)),
+}
+
+
+@pytest.mark.parametrize("form", LABELLED)
+def test_chunks_are_found_in_any_order_under_any_number(form: str) -> None:
+    finder, write = SegmentFinder(NANO, least=16, most=256), LABELLED[form]
+    first = pieces(finder, chat("Answer.\n" + write(CHUNKS)))
+    other = pieces(finder, chat("Be short.\n" + write(CHUNKS[3:] + CHUNKS[:3]), "When?"))
+    assert len(first & other) == len(CHUNKS)
+    texts = {NANO.decode(piece).strip() for piece in first & other}
+    assert texts <= set(CHUNKS) | {chunk.removesuffix(".") for chunk in CHUNKS}
+    # the control: as one run of lines, whose cuts aren't where chunks end
+    assert not first & pieces(finder, chat(" ".join(CHUNKS)))
+
+
+def test_an_insertion_moves_what_it_is_in() -> None:
+    finder = SegmentFinder(NANO, least=16, most=128)
+    lines = [paragraph(DRAW.randint(4, 12)) for _ in range(120)]
+    before = pieces(finder, NANO("\n".join(lines))["input_ids"])
+    after = pieces(finder, NANO("\n".join([*lines[:60], "Something was put in.", *lines[60:]]))["input_ids"])
+    assert len(before) > 10
+    assert len(before - after) <= 2
+    # and in text without lines
+    finder = SegmentFinder(NANO, least=16, most=64)
+    text = " ".join(lines)
+    before, after = (pieces(finder, NANO(each)["input_ids"]) for each in (text, "Now " + text))
+    assert len(before - after) <= len(before) // 4
+
+
+def test_special_tokens_stand_in_no_segment() -> None:
+    finder = SegmentFinder(NANO, least=8, most=64)
+    special = {number for number, token in NANO.added_tokens_decoder.items() if token.special}
+    for piece in pieces(finder, chat("\n".join(CHUNKS), paragraph(60))):
+        assert not special & set(piece)
+
+
+def test_nothing_is_found_where_tokens_have_no_places_in_a_text() -> None:
+    finder = SegmentFinder(NANO, least=8, most=64)
+    token_ids = NANO("\n".join(CHUNKS))["input_ids"]
+    assert finder.find(token_ids)
+    assert finder.find([]) == []
+    # tokens that the tokenizer makes of no text: a word in two halves
+    split = next(at for at, token in enumerate(token_ids) if len(NANO.decode([token]).strip()) > 3)
+    word = NANO.decode([token_ids[split]])
+    halves = [token for half in (word[:2], word[2:]) for token in NANO(half, add_special_tokens=False)["input_ids"]]
+    odd = [*token_ids[:split], *halves, *token_ids[split + 1 :]]
+    assert NANO.decode(odd) == NANO.decode(token_ids)
+    assert finder.find(odd) == []
+
+    class Slow:
+        is_fast, added_tokens_decoder = False, NANO.added_tokens_decoder
+
+    assert SegmentFinder(Slow(), least=8, most=64).find(token_ids) == []
+    bytes_of = byte_tokenizer()
+    assert SegmentFinder(bytes_of, least=16, most=256).find(bytes_of("\n".join(CHUNKS))["input_ids"])
+
+
+def test_patterns_of_ones_own() -> None:
+    text = "\n".join(f"## tool {n}\n{chunk}" for n, chunk in enumerate(CHUNKS))
+    mine = SegmentFinder(NANO, least=16, most=256, patterns=[r"## tool \d+"])
+    one, other = (NANO(each)["input_ids"] for each in (text, "\n".join(text.split("\n")[::-1][::-1][2:])))
+    assert len(pieces(mine, one) & pieces(mine, other)) == len(CHUNKS) - 1
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"patterns": ["("]}, "no regular expression"),
+        ({"patterns": ["a*"]}, "matches nothing at all"),
+        ({"least": 4}, "8 to 512, not 4"),
+        ({"least": 600}, "8 to 512, not 600"),
+    ],
+)
+def test_what_makes_no_sense_is_refused(options: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        SegmentFinder(NANO, **options)

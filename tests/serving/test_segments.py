@@ -1,0 +1,179 @@
+"""`comb serve --comb-segments auto`: clients that send no documents, against the library over the same spans."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+from comb.documents.document import Prompt
+from comb.documents.found import SegmentFinder
+from comb_serving.api.routes import CHAT, COMPLETIONS, MESSAGES, RESPONSES
+from comb_training.nano import CHECKPOINT
+from tests.helpers.plain import PlainLibrary
+from tests.helpers.processes import wait_for
+from tests.helpers.served import Served, logprobs, serve
+
+pytestmark = [pytest.mark.vllm, pytest.mark.slow]
+
+METHOD, LEAST, BLOCK = "legolink:4", 12, 32
+CLOSE = 1e-4
+DRAW = random.Random(11)
+WORDS = [
+    "Ada",
+    "Bob",
+    "garden",
+    "kitchen",
+    "took",
+    "the",
+    "red",
+    "ball",
+    "went",
+    "to",
+    "and",
+    "then",
+    "left",
+    "hall",
+    "book",
+    "Cy",
+    "sleeps",
+    "in",
+]
+
+
+def chunk(words: int = 24) -> str:
+    return " ".join(DRAW.choice(WORDS) for _ in range(words)) + "."
+
+
+@pytest.fixture(scope="module")
+def server(plugin: None, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
+    options = ["--method", METHOD, "--comb-segments", "auto", "--comb-segment-tokens", str(LEAST)]
+    with serve(CHECKPOINT, tmp_path_factory.mktemp("s"), *options, pool="4MiB") as found:
+        yield found
+
+
+@pytest.fixture(scope="module")
+def library() -> PlainLibrary:
+    return PlainLibrary()
+
+
+def messages(chunks: list[str], question: str = "Where is Ada?") -> list[dict[str, str]]:
+    passages = "\n".join(f"Passage {n}: {each}" for n, each in enumerate(chunks, 1))
+    return [{"role": "user", "content": f"Read.\n{passages}\n\n{question}"}]
+
+
+def ask(server: Served, asked: Any, key: str = "alice", **more: Any) -> Any:
+    body = {"model": "nano", "messages": asked, "temperature": 0, "max_tokens": 8, "ignore_eos": True,
+            "logprobs": True, **more}  # fmt: skip
+    status, answer = server.request("POST", CHAT, body, key)
+    assert status == 200, answer
+    return answer
+
+
+def compiled(server: Served, count: int) -> None:
+    """Waits for what is compiled when nobody waits for an answer."""
+    wait_for(lambda: server.metric("pool_documents") >= count and server.metric("requests_waiting") == 0)
+
+
+def linked_as(library: PlainLibrary, asked: Any, exact: int, held: set[tuple[int, ...]]) -> Prompt:
+    """The prompt with the segments that are to be linked behind `exact` tokens."""
+    ids = library.chat(asked).flat
+    spans = SegmentFinder(library.builder.tokenizer, least=LEAST).find(ids)
+    spans = [(start, n) for start, n in spans if ids[start : start + n] in held and start >= exact]
+    runs, at = [], 0
+    for start, tokens in spans:
+        runs.append(ids[at:start])
+        at = start + tokens
+    return Prompt(runs[0], tuple(ids[start : start + n] for start, n in spans), ids[at:], tuple(runs[1:]))
+
+
+def test_the_third_sight_links_what_stands_elsewhere_as_the_library_does(server: Served, library: PlainLibrary) -> None:
+    chunks = [chunk() for _ in range(4)]
+    orders = [[0, 1, 2, 3], [2, 0, 3, 1], [3, 1, 0, 2]]
+    first, second, third = (messages([chunks[at] for at in order]) for order in orders)
+    before = server.metric("pool_documents")
+    for asked in (first, second):  # plain vLLM's
+        answer = ask(server, asked)
+        assert "comb" not in answer
+        full = library.logs(library.chat(asked), "full", 8)
+        assert logprobs((200, answer)) == pytest.approx(full, abs=CLOSE)
+    compiled(server, int(before) + 4)
+    answer = ask(server, third)
+    report = answer["comb"]
+    ids = library.chat(first).flat
+    places = SegmentFinder(library.builder.tokenizer, least=LEAST).find(ids)
+    held = {ids[start : start + tokens] for start, tokens in places}
+    assert len(held) == 4
+    prompt = linked_as(library, third, 0, held)
+    assert [document["state"] for document in report["documents"]] == ["hit"] * 4
+    assert report["head_tokens"] + report["linked_tokens"] + report["computed_tokens"] == len(prompt.flat)
+    assert report["linked_tokens"] == sum(len(segment) - 4 for segment in prompt.segments)
+    assert answer["usage"]["prompt_tokens"] == len(library.chat(third).flat)
+    found = logprobs((200, answer))
+    assert found == pytest.approx(library.logs(prompt, METHOD, 8), abs=CLOSE)
+    assert found != pytest.approx(library.logs(prompt, "full", 8), abs=1e-3)
+    # a request may keep them out, and nobody else's tenant has them
+    off = ask(server, third, comb={"segments": "off"})
+    assert "comb" not in off
+    assert logprobs((200, off)) == pytest.approx(library.logs(prompt, "full", 8), abs=CLOSE)
+    assert "comb" not in ask(server, third, key="bob")
+    server.wait_until_idle()
+
+
+def test_what_the_prefix_cache_has_goes_first_and_stays_exact(server: Served, library: PlainLibrary) -> None:
+    chunks = [chunk(40) for _ in range(3)]
+    for order in ([0, 1, 2], [1, 2, 0]):
+        ask(server, messages([chunks[at] for at in order]))
+    server.wait_until_idle()
+    wait_for(lambda: server.metric("requests_waiting") == 0)
+    # the first order again, with another question: its blocks are there, computed exactly
+    asked = messages(chunks, "Who has the red ball, Ada or Bob or nobody at all?")
+    wait_for(lambda: "comb" in ask(server, messages([chunks[2], chunks[1], chunks[0]])))
+    answer = ask(server, asked)
+    ids = library.chat(asked).flat
+    first = library.chat(messages(chunks)).flat
+    common = next(at for at, pair in enumerate(zip(ids, first, strict=False)) if pair[0] != pair[1])
+    assert answer["usage"]["prompt_tokens_details"]["cached_tokens"] >= common // BLOCK * BLOCK
+    assert answer["comb"]["linked_tokens"] == 0  # its segments are in the pool
+    assert logprobs((200, answer)) == pytest.approx(library.logs(library.chat(asked), "full", 8), abs=CLOSE)
+    server.wait_until_idle()
+
+
+@pytest.mark.parametrize("path", [CHAT, COMPLETIONS, RESPONSES, MESSAGES])
+def test_each_way_to_ask_has_hits(server: Served, path: str) -> None:
+    chunks = [chunk() for _ in range(3)]
+
+    def body(order: list[int]) -> dict[str, Any]:
+        (user,) = messages([chunks[at] for at in order])
+        if path == COMPLETIONS:
+            return {"prompt": user["content"], "max_tokens": 4}
+        if path == RESPONSES:
+            return {"input": user["content"], "max_output_tokens": 4, "store": False}
+        return {"messages": [user], "max_tokens": 4, **({"n": 2} if path == CHAT else {})}
+
+    before = server.metric("pool_documents")
+    for order in ([0, 1, 2], [1, 2, 0]):
+        status, answer = server.request("POST", path, {"model": "nano", **body(order)})
+        assert status == 200, answer
+        assert "comb" not in answer
+    compiled(server, int(before) + 3)
+    status, answer = server.request("POST", path, {"model": "nano", **body([2, 1, 0])})
+    assert status == 200, answer
+    assert [document["state"] for document in answer["comb"]["documents"]] == ["hit"] * 3
+    status, text = server.request("POST", path, {"model": "nano", **body([0, 2, 1]), "stream": True})
+    assert status == 200
+    assert '"comb"' in text
+    server.wait_until_idle()
+
+
+def test_what_can_not_be_linked_is_plain(server: Served) -> None:
+    long = messages([chunk() for _ in range(3)])
+    for more in ({"echo": True}, {"truncate_prompt_tokens": 100}, {"prompt_logprobs": 1}):
+        assert "comb" not in ask(server, long, **more)
+    assert "comb" not in ask(server, [{"role": "user", "content": "Hi"}])
+    for wrong in ("on", 3):
+        status, answer = server.request("POST", CHAT, {"model": "nano", "messages": long, "comb": {"segments": wrong}})
+        assert (status, 'comb.segments is "auto" or "off"' in answer["error"]["message"]) == (400, True)
+    server.wait_until_idle()
