@@ -16,7 +16,7 @@ QK_NORMS = ("none", "head", "flat")
 
 _REMOVED = {"shared_layers": False, "cross_qk_norm": "head", "sink": "token", "key_distance": 0,
             "cross_mlp": True, "joint_attention": False, "primer": None}  # fmt: skip
-"""Fields of `CombEncoderConfig` that adapters of version 0.1 have, and what they are in the form that is left."""
+"""Fields of forms that were tried before version 0.2, and what they are in the form that is left (experiments.md)."""
 
 
 class CombEncoderConfig(PreTrainedConfig):

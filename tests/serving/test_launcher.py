@@ -367,8 +367,9 @@ def test_the_command_line_is_read_into_values() -> None:
 
 
 def test_the_docs_have_a_row_for_each_option() -> None:
+    nothing = {None: "none", (): "none"}
     rows = [
-        f"| `{flag_of(each)}` | {'none' if said['default'] is None else said['default']} | {said['option'].help} |"
+        f"| `{flag_of(each)}` | {nothing.get(said['default'], said['default'])} | {said['option'].help} |"
         for each in fields(ServeOptions)
         if "default" in (said := each.metadata)
     ]

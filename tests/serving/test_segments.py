@@ -3,7 +3,11 @@
 from __future__ import annotations
 
 import random
+import re
+import subprocess
+import sys
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -50,6 +54,7 @@ def chunk(words: int = 24) -> str:
 @pytest.fixture(scope="module")
 def server(plugin: None, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
     options = ["--method", METHOD, "--comb-segments", "auto", "--comb-segment-tokens", str(LEAST)]
+    options += ["--max-model-len", "2048", "--max-num-batched-tokens", "2048"]
     with serve(CHECKPOINT, tmp_path_factory.mktemp("s"), *options, pool="4MiB") as found:
         yield found
 
@@ -177,3 +182,15 @@ def test_what_can_not_be_linked_is_plain(server: Served) -> None:
         status, answer = server.request("POST", CHAT, {"model": "nano", "messages": long, "comb": {"segments": wrong}})
         assert (status, 'comb.segments is "auto" or "off"' in answer["error"]["message"]) == (400, True)
     server.wait_until_idle()
+
+
+def test_the_agent_of_the_examples_has_hits(server: Served) -> None:
+    path = Path(__file__).parents[2] / "examples" / "agent.py"
+    found = subprocess.run(
+        [sys.executable, str(path), "nano", f"{server.url}/v1", "alice"], capture_output=True, text=True, check=False
+    )
+    assert found.returncode == 0, found.stderr
+    turns = [tuple(map(int, re.findall(r"\d+", line))) for line in found.stdout.splitlines()]
+    assert [linked for _, _, linked in turns[:2]] == [0, 0]
+    _, tokens, linked = turns[-1]
+    assert linked > tokens / 2

@@ -81,6 +81,9 @@ class CombCollector:
         )
         text = "of prompts with linked documents, by origin"
         yield _labelled(CounterMetricFamily, "prompt_tokens", text, ["method", "origin"], origins)
+        text = "segments that nobody has marked, and their tokens"
+        found = dict(sorted(counters.found.copy().items()))
+        yield _labelled(CounterMetricFamily, "found", text, ["of", "state"], found)
         text = "of audited answers, before and after they part from full recompute"
         yield _labelled(CounterMetricFamily, "audit_tokens", text, ["method", "as"], parts)
 
