@@ -13,8 +13,8 @@ import time
 from openai import OpenAI
 
 SKILLS = {
-    "search": """Call search with a few words when a question needs facts that you don't have. It gives five
-results, each with a title, an address and a summary. Read the summaries first, open a page only if they don't answer, and never
+    "search": """Call search with a few words when a question needs facts that you don't have. It gives five results,
+each with a title, an address and a summary. Read the summaries first, open a page only if they don't answer, and never
 search for the same words twice. Say where an answer comes from.""",
     "files": """Call read with a path to see a file, and write with a path and its whole text to change it. Paths begin
 at the project's folder. Read a file before you change it, change no more than was asked for, and say at the end which

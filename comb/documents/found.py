@@ -25,12 +25,13 @@ LABELS = (
 )
 """What stands at the start of a line in front of a segment, and isn't a part of it: a number changes with the order."""
 
+MOST = 1024  # tokens of a segment
 _LOOK = 8  # tokens whose hash decides whether a line begins a segment
 _LINES, _TOKENS = 4, 32  # one start of a line in so many does; in text without lines, one token in so many
 _HEADER = 4  # tokens of a message's role between a special token and the end of its line
 
 
-def check_sizes(least: int, most: int = 1024, patterns: Sequence[str] = ()) -> None:
+def check_sizes(least: int, most: int = MOST, patterns: Sequence[str] = ()) -> None:
     """Raises ValueError for a pattern that doesn't compile or matches nothing at all, or sizes that make no sense."""
     if not 8 <= least <= most // 2:
         raise ValueError(f"a segment's least tokens are 8 to {most // 2}, not {least}")
@@ -79,7 +80,7 @@ class SegmentFinder:
         ValueError: as `check_sizes`.
     """
 
-    def __init__(self, tokenizer: Any, *, least: int = 64, most: int = 1024, patterns: Sequence[str] = ()) -> None:
+    def __init__(self, tokenizer: Any, *, least: int = 64, most: int = MOST, patterns: Sequence[str] = ()) -> None:
         check_sizes(least, most, patterns)
         self.tokenizer, self.least, self.most = tokenizer, least, most
         self._label = re.compile("|".join(f"(?:{each})" for each in (*LABELS, *patterns)), re.IGNORECASE)

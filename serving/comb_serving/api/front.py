@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any, TypeAlias, cast
 
 from comb.documents.document import PromptBuilder
-from comb.documents.found import SegmentFinder
+from comb.documents.found import MOST, SegmentFinder
 from comb_serving.api.audit import Audit
 from comb_serving.api.choice import MethodChoice
 from comb_serving.api.conversion import renders_alike
@@ -64,7 +64,11 @@ class ServerFront:
         builder = PromptBuilder(tokenizer_of(options), chat_template_kwargs=options.chat_template_kwargs)
         finder = None
         if options.segments == "auto":
-            finder = SegmentFinder(builder.tokenizer, least=options.segment_tokens, patterns=options.segment_patterns)
+            layout = LinkingLayout.read(instance_dir())
+            most = min(MOST, layout.max_document_tokens - len(layout.front))
+            finder = SegmentFinder(
+                builder.tokenizer, least=options.segment_tokens, most=most, patterns=options.segment_patterns
+            )
         preprocessor = Preprocessor(builder, manager, MethodChoice(options), options.max_documents, finder=finder)
         audit = Audit(options.audit, preprocessor, secret) if options.audit else None
         REGISTRY.register(CombCollector(preprocessor, encoders, options))

@@ -226,12 +226,12 @@ class Preprocessor:
         try:
             check_combinations(plain.body)
             built, spans = await self._aside(list(texts_of(plain.body)), room, found)
+            segments = [tuple(built.prompts[0][start : start + tokens]) for start, tokens in spans]
+            keys = await self.keys(segments, tenant, True)
         except (RequestError, ValueError):
             return plain
         if not spans or (room is not None and len(built.prompts[0]) > room):
             return plain
-        segments = [tuple(built.prompts[0][start : start + tokens]) for start, tokens in spans]
-        keys = await self.keys(segments, tenant, True)
         keyed = tuple(KeyedSegment(f"segment-{key[:12]}", ids, key) for ids, key in zip(segments, keys, strict=True))
         return replace(built, segments=keyed, spans=(tuple(spans),), unlinked=plain.body)
 

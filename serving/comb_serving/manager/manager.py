@@ -125,8 +125,17 @@ class PICManager:
         return Lease(documents, partial(self._release, tuple(entries.values())), **times)
 
     def hold(self, documents: Sequence[WantedDocument]) -> Lease:
-        """A lease of those documents that are in the pool now; nothing is encoded, and nobody waits."""
+        """A lease of those documents of one tenant that are in the pool now, none where they would be over its share.
+
+        Nothing is encoded, and nobody waits.
+        """
         entries: dict[str, PoolEntry] = {}
+        try:
+            for document in documents[:1]:
+                unique = {each.key: each for each in documents}
+                self._check_share("hold", document.tenant, unique, self.held_share)
+        except TenantQuotaError:
+            documents = ()
         for document in documents:
             entry = self._present(document.key)
             if entry is not None and entry not in self._encoding and document.key not in entries:

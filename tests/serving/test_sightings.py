@@ -1,0 +1,88 @@
+"""Segments that come again: held without waiting, compiled when nobody waits for an answer."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+import pytest
+
+from comb_serving.api.errors import RequestError
+from comb_serving.manager import sightings
+from comb_serving.manager.leases import WantedDocument
+from comb_serving.manager.sightings import Sightings
+from tests.helpers.middleware_server import Server
+
+
+def server(**options: Any) -> Server:
+    return Server(method="naive", **options)
+
+
+async def wanted(found: Server, *token_ids: tuple[int, ...], tenant: str = "t") -> list[WantedDocument]:
+    keys = await found.manager.keys(token_ids, tenant)
+    return [WantedDocument(key, ids, tenant) for key, ids in zip(keys, token_ids, strict=True)]
+
+
+async def settled() -> None:
+    for _ in range(20):
+        await asyncio.sleep(0)
+
+
+async def test_the_second_sight_is_compiled_and_not_while_somebody_waits() -> None:
+    found = server()
+    found.encoders.at_once = False
+    seen = Sightings(found.manager)
+    one, other = await wanted(found, (5, 6, 7), (8, 9))
+    seen.note(one)
+    await settled()
+    assert not found.encoders.asked
+    with seen.answering():
+        seen.note(one)
+        with seen.answering():
+            pass
+        await settled()
+        assert not found.encoders.asked  # one request is still open
+    await settled()
+    assert found.encoders.asked == [one.key]
+    assert [document.key for document in found.manager.hold([one, other]).documents] == []  # on its way
+    found.encoders.answer()
+    await settled()
+    lease = found.manager.hold([one, other, one])
+    assert [document.key for document in lease.documents] == [one.key, one.key]
+    lease.release()
+    found.check_idle()
+
+
+async def test_the_table_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sightings, "REMEMBERED", 3)
+    found = server()
+    seen = Sightings(found.manager)
+    documents = await wanted(found, *((token,) for token in range(5, 10)))
+    for document in documents:
+        seen.note(document)
+    seen.note(documents[0])  # forgotten: its first sight again
+    await settled()
+    assert not found.encoders.asked
+    seen.note(documents[-1])
+    await settled()
+    assert found.encoders.asked == [documents[-1].key]
+
+
+async def test_nothing_is_held_over_a_tenants_share() -> None:
+    found = server(tenant_share=0.25)  # of eight blocks of sixteen
+    documents = await wanted(found, (5, 6), (7, 8), (9, 10))
+    for document in documents:
+        (await found.manager.acquire([document])).release()
+    lease = found.manager.hold(documents[:2])
+    assert len(lease.documents) == 2
+    lease.release()
+    assert not found.manager.hold(documents).documents
+    found.check_idle()
+
+
+@pytest.mark.parametrize(("asked", "message"), [("auto", "without --comb-segments"), ("on", '"auto" or "off"')])
+def test_a_request_widens_nothing_that_the_operator_has_not_allowed(asked: str, message: str) -> None:
+    choice = server().app.front().preprocessor.choice
+    with pytest.raises(RequestError, match=message):
+        choice.segments_of({"segments": asked})
+    assert choice.segments_of({"segments": "off"}) is choice.segments_of(None) is False
