@@ -20,7 +20,7 @@ def demo(
         Path | None, typer.Option(help="Folder of a trained adapter to ask; default: the one in training/adapters.")
     ] = None,
     output_dir: Annotated[Path, typer.Option(help="nano: folder for adapter, table and plots.")] = Path("out/demo"),
-    train_seconds: Annotated[float, typer.Option(help="nano: seconds of training.")] = 60.0,
+    train_seconds: Annotated[float, typer.Option(help="nano: seconds of training.")] = 90.0,
     questions: Annotated[int, typer.Option(help="nano: held-out questions in the table.")] = 200,
     seed: Annotated[int, typer.Option(help="nano: of data and training.")] = 0,
 ) -> None:

@@ -41,7 +41,7 @@ def demo_config(output_dir: str | Path, train_seconds: float, seed: int) -> Conf
         model=ModelConfig(backbone="nano", num_encoder_layers=2, device="cpu", cpu_threads=1),
         data=DataConfig(dataset="nano", seed=seed, options={"scenes": 2400, "questions": 8}),
         train=TrainConfig(
-            max_seconds=train_seconds, batch_size=64, learning_rate=6e-3, seed=seed, output_dir=str(output_dir)
+            max_seconds=train_seconds, batch_size=64, learning_rate=8e-3, seed=seed, output_dir=str(output_dir)
         ),
     )
 
