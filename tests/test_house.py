@@ -11,6 +11,9 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+import torch
+
+from comb import CombForCausalLM, LinkTokensForCausalLM
 
 ROOT = Path(__file__).parents[1]
 PRODUCT = ("comb", "training/comb_training", "serving/comb_serving")
@@ -57,6 +60,24 @@ def test_every_room_has_a_door() -> None:
     """A room's ``__init__.py`` says what the room is for."""
     rooms = [path for path in product_files() if path.name == "__init__.py"]
     assert [str(path) for path in rooms if not ast.get_docstring(ast.parse(path.read_text(encoding="utf-8")))] == []
+
+
+@pytest.mark.parametrize(
+    ("adapter", "options", "pinned"),
+    [
+        (CombForCausalLM, {"num_encoder_layers": 2}, "9054642167e6e843"),
+        (LinkTokensForCausalLM, {"num_link_tokens": 2}, "06551782a373906d+523b7f6a5d9336c1"),
+    ],
+    ids=["encoder", "link tokens"],
+)
+@torch.no_grad()
+def test_what_adapters_have_compiled_stays_theirs(adapter: type, options: dict[str, int], pinned: str) -> None:
+    """Another fingerprint is another key of every stored PICache: to change it is a decision, so it is changed here."""
+    model = adapter.from_backbone("nano", **options)
+    for parameter in model.parameters():
+        if parameter.requires_grad:
+            parameter.copy_(torch.arange(parameter.numel()).remainder(7).sub(3).div(16).reshape(parameter.shape))
+    assert model.fingerprint == pinned
 
 
 PAGES = [*sorted((ROOT / "docs").glob("*.md")), *sorted(ROOT.glob("*.md"))]
