@@ -97,7 +97,7 @@ def info(
     comb_model = _as_comb(load_named(model, backbone=backbone, dtype=dtype, device=device), encoder_layers)
     console.print(describe(comb_model))
     if placement is not None:
-        from comb.cli.placement import describe_placement
+        from comb.evaluation.placement import describe_placement
 
         tokenizer = load_tokenizer(model, comb_model)
         console.print(describe_placement(comb_model.backbone, tokenizer, placement, path, blocks))
