@@ -1,4 +1,4 @@
-"""What `comb info` shows: the discovered structure of a backbone, what a hybrid's segments cost, the size of its adapter."""
+"""What `comb info` shows: a backbone's discovered structure, its adapter's size, what a hybrid's segments cost."""
 
 from __future__ import annotations
 

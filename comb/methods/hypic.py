@@ -15,7 +15,7 @@ from comb.hybrid.link import Mode, link_segments
 from comb.hybrid.packed_support import linker_for
 from comb.hybrid.picache import HybridPICache
 from comb.hybrid.support import HybridSupport, find_hybrid_support, is_hybrid
-from comb.linking.fork import fork_cache
+from comb.linking.cache import fork_cache
 from comb.linking.support import check_keys_cached
 from comb.methods.base import DecodeState, LinkRequest
 from comb.methods.fronts import TakesFront

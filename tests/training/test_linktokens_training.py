@@ -13,7 +13,7 @@ from transformers import AutoModelForCausalLM
 
 from comb import LinkTokensForCausalLM, PICEngine, Prompt
 from comb.backbones.primer import primer_ids
-from comb.linking.blocks import visible
+from comb.linking.masks import visible
 from comb_training.config import config_from_dict
 from comb_training.data.batches import TrainingExample
 from comb_training.models import training_method

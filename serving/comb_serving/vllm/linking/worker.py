@@ -10,7 +10,7 @@ from vllm.distributed import get_tensor_model_parallel_rank, get_tensor_model_pa
 from vllm.distributed.kv_transfer import get_kv_transfer_group
 
 from comb.backbones.identity import weights_fingerprint
-from comb.linktokens.published import published_front
+from comb.linktokens.front import published_front
 from comb_serving.config.options import ServeOptions, instance_dir
 from comb_serving.encoding.kept import kept_store
 from comb_serving.linking.layout import LinkingLayout
