@@ -15,8 +15,8 @@ from torch import Tensor
 
 from comb.kernels.mac.algebra import EMPTY, accumulator
 from comb.kernels.mac.config import MacConfig
-from comb.kernels.mac.match import end
 from comb.kernels.mac.state import RingEntries
+from comb.kernels.mac.step import end
 from comb.waits import on_device
 
 _MAX_SCORES = 2**24

@@ -15,7 +15,7 @@ import torch
 from rich.console import Console
 from rich.markup import escape
 
-from comb.backbones.half_precision import is_slow
+from comb.backbones.loading import is_slow
 from comb.backbones.tokenizer import load_tokenizer
 from comb.evaluation.compare import compare, measure_times, question_name
 from comb.evaluation.journal import Journal
