@@ -25,7 +25,7 @@ from comb_serving.api.preprocessor import NO_PLACE, PreprocessedRequest, Preproc
 from comb_serving.api.response import report
 from comb_serving.api.routes import CHAT, COMPLETIONS
 from comb_serving.config.instance import instance_folder, read_secret
-from comb_serving.config.options import INSTANCE_DIR, ServeOptions
+from comb_serving.config.serve_options import INSTANCE_DIR, ServeOptions
 from comb_serving.encoding.compiler import DocumentPrompt, LocalCompiler
 from comb_serving.launch.preflight import check_start
 from comb_serving.linking.layout import LinkingLayout

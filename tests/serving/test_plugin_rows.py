@@ -15,9 +15,8 @@ import torch
 
 from comb.kernels.paged.attention import attend_row
 from comb.model.config import CombEncoderConfig
-from comb_serving.pool.capability import KEY, MARK, Capability
-from comb_serving.pool.handles import PoolHandle, pack
-from comb_serving.pool.pool import PoolLayout, SharedPool
+from comb_serving.pool.capability import KEY, MARK, Capability, PoolHandle, pack
+from comb_serving.pool.shared_pool import PoolLayout, SharedPool
 from comb_serving.vllm.pool import check_arguments, rank_layout, total_bytes
 from comb_serving.vllm.rows import RequestDocuments
 

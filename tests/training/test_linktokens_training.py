@@ -159,7 +159,7 @@ ROPES: dict[str, dict[str, Any]] = {
 @pytest.mark.parametrize("name", ROPES)
 def test_the_passage_is_cut_alike_in_training_and_wherever_documents_are_primed(name: str, tmp_path: Path) -> None:
     """By the library, which has the weights, and by a server, which has the configuration alone."""
-    from comb_serving.config.options import ServeOptions
+    from comb_serving.config.serve_options import ServeOptions
     from comb_serving.vllm.linking.setup import linking_options
 
     model = byte_llama(**ROPES[name])

@@ -11,7 +11,7 @@ from comb_serving.api.body import parse_object
 from comb_serving.api.errors import RequestError
 from comb_serving.api.preprocessor import Preprocessor
 from comb_serving.api.routes import SWITCH
-from comb_serving.config.options import ServeOptions
+from comb_serving.config.serve_options import ServeOptions
 from comb_serving.config.tenants import authorized
 
 

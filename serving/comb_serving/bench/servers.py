@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from comb_serving.bench.options import WorkloadOptions
-from comb_serving.config.sizes import parse_bytes
+from comb_serving.config.serve_options import parse_bytes
 from comb_serving.launch.launcher import SERVER
 from comb_serving.launch.server_process import COMMAND, ServerProcess
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from comb_serving.encoding.protocol import MADE
 from comb_serving.manager.wait_queue import NotYetError
-from comb_serving.pool.handles import PoolHandle
+from comb_serving.pool.capability import PoolHandle
 
 
 class PoolFullError(NotYetError):

@@ -13,9 +13,8 @@ from torch import Tensor
 from comb.kernels.paged.layout import BlockTable, PagedBatch
 from comb.kernels.paged.plan import to_device
 from comb.waits import on_device
-from comb_serving.pool.capability import Capability
-from comb_serving.pool.handles import unpack
-from comb_serving.pool.pool import SharedPool
+from comb_serving.pool.capability import Capability, unpack
+from comb_serving.pool.shared_pool import SharedPool
 
 
 @dataclass(frozen=True)

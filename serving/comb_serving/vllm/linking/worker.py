@@ -11,10 +11,10 @@ from vllm.distributed.kv_transfer import get_kv_transfer_group
 
 from comb.backbones.identity import weights_fingerprint
 from comb.linktokens.front import published_front
-from comb_serving.config.options import ServeOptions, instance_dir
+from comb_serving.config.serve_options import ServeOptions, instance_dir
 from comb_serving.encoding.kept import kept_store
 from comb_serving.linking.layout import LinkingLayout
-from comb_serving.pool.handles import PoolHandle
+from comb_serving.pool.capability import PoolHandle
 from comb_serving.vllm.fixed_weights import FixedWeights
 from comb_serving.vllm.linking.connector import LinkingConnector
 from comb_serving.vllm.linking.pool import DocumentPool

@@ -21,7 +21,7 @@ from torch import Tensor
 from comb.cache.atomic import write_whole
 from comb.cache.quantization import quantize
 from comb.kernels.paged.layout import FP8, BlockTable, PagedLayer, take
-from comb_serving.pool.handles import PoolHandle
+from comb_serving.pool.capability import PoolHandle
 from comb_serving.pool.memory import MEMORIES, HostMemory
 
 MANIFEST = ".json"
