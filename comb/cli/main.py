@@ -277,7 +277,7 @@ def push(
 
     from comb.backbones.adapter import AdapterConfig
     from comb.backbones.loading import load_config
-    from comb.hub.errors import UploadFailedError
+    from comb.hub.hub_errors import UploadFailedError
     from comb.hub.push import plan_push, upload
     from comb.model.weights import check_headers
 
@@ -332,7 +332,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     except Exception as error:
         if debug:
             raise
-        from comb.cli.errors import one_line
+        from comb.cli.error_line import one_line
 
         errors.print(f"[bold red]error:[/] {escape(one_line(error))}", soft_wrap=True)
         sys.exit(1)

@@ -17,7 +17,7 @@ from comb.kernels.paged.attention import attend_row
 from comb.model.config import CombEncoderConfig
 from comb_serving.pool.capability import KEY, MARK, Capability, PoolHandle, pack
 from comb_serving.pool.shared_pool import PoolLayout, SharedPool
-from comb_serving.vllm.pool import check_arguments, rank_layout, total_bytes
+from comb_serving.vllm.decoder_pool import check_arguments, rank_layout, total_bytes
 from comb_serving.vllm.rows import RequestDocuments
 
 A, B = PoolHandle(5, (3, 1)), PoolHandle(4, (0,))

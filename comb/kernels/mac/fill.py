@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from comb.kernels.mac.algebra import EMPTY, accumulator
-from comb.kernels.mac.config import MacConfig
+from comb.kernels.mac.mac_config import MacConfig
 from comb.kernels.mac.state import RingEntries
 from comb.kernels.mac.step import end
 from comb.waits import on_device

@@ -24,7 +24,7 @@ import torch
 from torch import Tensor
 
 from comb.kernels.mac.algebra import EMPTY, accumulator, attend_ranges, merge
-from comb.kernels.mac.config import MacConfig
+from comb.kernels.mac.mac_config import MacConfig
 from comb.kernels.mac.state import MacState, RingEntries
 
 

@@ -27,7 +27,6 @@ from comb_serving.api.body import MAX_VALUES
 from comb_serving.api.choice import INLINED, MethodChoice
 from comb_serving.api.conversation import FIELD, messages_of, turns, without_references
 from comb_serving.api.conversion import as_rendered, converted
-from comb_serving.api.errors import RequestError
 from comb_serving.api.fields import (
     check_combinations,
     check_names,
@@ -38,6 +37,7 @@ from comb_serving.api.fields import (
     template_arguments,
 )
 from comb_serving.api.limits import LONG, check_characters, check_counts, check_length, check_tokens, texts_of
+from comb_serving.api.request_error import RequestError
 from comb_serving.api.routes import COMPLETIONS, DOCUMENTS, RESPONSES
 from comb_serving.config.serve_options import ServeOptions
 from comb_serving.config.tenants import prefix_salt

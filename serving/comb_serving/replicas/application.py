@@ -21,8 +21,8 @@ from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.types import Receive, Scope, Send
 
 from comb_serving.api.body import ClientLeftError, header, parse_object, path_of, read_body
-from comb_serving.api.errors import RequestError
 from comb_serving.api.limits import check_counts
+from comb_serving.api.request_error import RequestError
 from comb_serving.api.routes import DOCUMENTS, is_documents
 from comb_serving.config.tenants import sender_of
 from comb_serving.replicas.affinity import RoutedDocument, documents_of, ranked

@@ -18,7 +18,7 @@ from pydantic import BaseModel, ConfigDict, Field, field_validator
 from ray import serve
 from yarl import URL
 
-from comb_serving.api.errors import RequestError
+from comb_serving.api.request_error import RequestError
 from comb_serving.api.routes import DOCUMENTS
 from comb_serving.config.serve_options import ServeOptions, parse_bytes
 from comb_serving.launch.server_process import COMMAND, ServerProcess

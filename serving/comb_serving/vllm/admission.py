@@ -11,7 +11,7 @@ from torch import Tensor
 from vllm.v1.sample.logits_processor import LogitsProcessor
 from vllm.v1.worker.gpu.sample.logits_processor.interface import LogitsProcessor as LogitsProcessorV2
 
-from comb_serving.vllm.pool import DocumentCheck
+from comb_serving.vllm.decoder_pool import DocumentCheck
 
 
 class DocumentCheckV1(DocumentCheck, LogitsProcessor):

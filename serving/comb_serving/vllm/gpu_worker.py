@@ -23,8 +23,8 @@ from vllm.v1.attention.backend import AttentionCGSupport
 from vllm.v1.worker.gpu_worker import Worker
 from vllm.v1.worker.worker_base import CompilationTimes
 
+from comb_serving.vllm.decoder_pool import create_pool, token_of
 from comb_serving.vllm.fixed_weights import FixedWeights
-from comb_serving.vllm.pool import create_pool, token_of
 from comb_serving.vllm.rows import RequestDocuments
 
 

@@ -16,7 +16,7 @@ from comb.backbones.fingerprint import same_embedding
 from comb_serving.vllm import PREFIX
 from comb_serving.vllm.block import PagedCrossBlock, checkpoint_weights, load_weight
 from comb_serving.vllm.checkpoint import ATTRIBUTE, encoder_config
-from comb_serving.vllm.pool import capability_of
+from comb_serving.vllm.decoder_pool import capability_of
 from comb_serving.vllm.rows import RequestDocuments
 
 if TYPE_CHECKING:  # what it is mixed into is any of vLLM's model classes

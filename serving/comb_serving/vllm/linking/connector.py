@@ -25,8 +25,8 @@ from comb_serving.vllm.linking.commands import (
     LoadCommand,
     SaveCommand,
 )
+from comb_serving.vllm.linking.document_pool import DocumentPool
 from comb_serving.vllm.linking.links import RequestLink, link_of
-from comb_serving.vllm.linking.pool import DocumentPool
 from comb_serving.vllm.linking.setup import check_groups, method_of
 
 
@@ -58,7 +58,7 @@ class SeamJob:
 class LinkingConnector(KVConnectorBase_V1, SupportsHMA):
     """Both sides; the scheduler's has `links`, `jobs` and no pool, the worker's a pool and nothing else."""
 
-    pool: DocumentPool | None = None  # the worker brings it (`worker.LinkingWorker`)
+    pool: DocumentPool | None = None  # the worker brings it (`pool_worker`)
     requests: dict[str, Any]  # the scheduler's
 
     def __init__(self, vllm_config: Any, role: KVConnectorRole, kv_cache_config: Any) -> None:

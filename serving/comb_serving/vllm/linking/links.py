@@ -13,7 +13,7 @@ from comb_serving.linking.methods import LinkMethod
 from comb_serving.linking.plan import LinkPlan, LoadedRange, Range, interior
 from comb_serving.linking.reports import name_of
 from comb_serving.pool.capability import COMPILE, PoolHandle, unpack
-from comb_serving.vllm.pool import capability_of, token_of
+from comb_serving.vllm.decoder_pool import capability_of, token_of
 
 
 @dataclass

@@ -21,7 +21,7 @@ from comb_serving.vllm.versions import TESTED, is_tested
 CONNECTOR = "LinkingConnector"
 CONNECTOR_MODULE = "comb_serving.vllm.linking.connector"
 SCHEDULER = "comb_serving.vllm.linking.scheduler.make_scheduler"
-WORKER = "comb_serving.vllm.linking.worker.LinkingWorker"
+WORKER = "comb_serving.vllm.linking.pool_worker.LinkingWorker"
 
 LEAST_TOKENS = 8  # in a step: interiors are never computed token by token
 
