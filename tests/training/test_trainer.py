@@ -26,9 +26,8 @@ from comb_training.trainer.checkpoints import (
     new_checkpoint,
 )
 from comb_training.trainer.losses import target_loss
-from comb_training.trainer.optimizer import adamw
+from comb_training.trainer.optimizer import LearningRateSchedule, adamw, total_steps
 from comb_training.trainer.sampler import batch_sampler
-from comb_training.trainer.schedule import LearningRateSchedule, total_steps
 from comb_training.trainer.trainer import CombTrainer
 from tests.helpers.training import TOKENIZER, backbone, comb_model, examples, trainer
 
@@ -289,7 +288,7 @@ def test_schedule_warms_up_and_cools_down_by_steps_or_by_the_clock() -> None:
 
 def test_a_run_ends_when_its_seconds_are_used_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     seconds = itertools.count()  # every look at the clock is a second later
-    monkeypatch.setattr("comb_training.trainer.schedule.time", SimpleNamespace(monotonic=lambda: float(next(seconds))))
+    monkeypatch.setattr("comb_training.trainer.optimizer.time", SimpleNamespace(monotonic=lambda: float(next(seconds))))
     run = CombTrainer(
         comb_model(),
         TrainConfig(max_seconds=20.0, batch_size=4, save_steps=100, logging_steps=1, output_dir=str(tmp_path)),

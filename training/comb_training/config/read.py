@@ -21,8 +21,7 @@ from comb.documents.files import read_text
 from comb.evaluation.record import read_training
 from comb.hub.card.facts import TRAINING
 from comb_training.config.data import DataConfig, MixtureEntry, other_rows
-from comb_training.config.sections import Config, EvalConfig, ModelConfig
-from comb_training.config.train import TrainConfig
+from comb_training.config.sections import Config, EvalConfig, ModelConfig, TrainConfig
 
 SECTIONS: dict[str, type] = {"model": ModelConfig, "data": DataConfig, "train": TrainConfig, "eval": EvalConfig}
 

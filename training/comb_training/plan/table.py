@@ -12,7 +12,7 @@ from comb_training.plan import Plan
 from comb_training.plan.activations import FACTOR
 from comb_training.plan.counting import Parameters
 from comb_training.plan.memory import GpuMemory
-from comb_training.trainer.schedule import UNLIMITED_STEPS
+from comb_training.trainer.optimizer import UNLIMITED_STEPS
 
 EXPLANATION = (
     "Weights and states are exact for one process. Activations are an estimate for softmax attention and gated MLPs, "
