@@ -109,14 +109,14 @@ def test_training_lowers_the_loss_and_leaves_the_backbone_alone(tmp_path: Path) 
 
 def test_gates_learn_faster_and_only_matrices_decay() -> None:
     model = comb_model()
-    config = TrainConfig(learning_rate=1e-3, gate_learning_rate_multiplier=7, weight_decay=0.1)
+    config = TrainConfig(learning_rate=1e-3, weight_decay=0.1)
     groups = adamw(model, config).param_groups
     names = {id(parameter): name for name, parameter in model.named_parameters()}
     matrices, vectors, gates = ([names[id(p)] for p in group["params"]] for group in groups)
     assert gates
     assert all(name.endswith("gate") for name in gates)
     assert not any(name.endswith("gate") for name in matrices + vectors)
-    assert [group["lr"] for group in groups] == pytest.approx([1e-3, 1e-3, 7e-3])
+    assert [group["lr"] for group in groups] == pytest.approx([1e-3, 1e-3, 1e-2])
     assert [group["weight_decay"] for group in groups] == [0.1, 0.0, 0.0]
     assert any("norm" in name for name in vectors)
     assert not any("norm" in name for name in matrices)

@@ -11,10 +11,11 @@ import time
 from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import suppress
-from dataclasses import asdict, replace
+from dataclasses import asdict
 from importlib import import_module
 from typing import Any
 
+import numpy as np
 import torch
 
 from comb import methods
@@ -28,7 +29,7 @@ logger = logging.getLogger(__name__)
 
 
 class Compiler:
-    """A model, and the methods made on it so far.
+    """What runs in Ray's process: a model, and the methods made on it so far.
 
     Args:
         threads: that torch may use.
@@ -44,6 +45,9 @@ class Compiler:
             import_module(module)
         self._model = source.load()
         self._methods: dict[str, Method] = {}
+
+    def loaded(self) -> None:
+        """Answered when the model is there."""
 
     def compile(self, spec: MethodSpec, fingerprint: str, key: str, token_ids: Sequence[int]) -> Reply:
         """Compiles one segment. Never raises an Exception: the engine's own method will say it better.
@@ -66,7 +70,8 @@ class Compiler:
             if any(tensor.is_cuda for tensor in picache.tensors().values()):
                 torch.cuda.synchronize()
             seconds = time.perf_counter() - start
-            return Reply(torch.frombuffer(bytearray(serialize(picache, key)), dtype=torch.uint8), seconds)
+            # an array: Ray's object store shares it instead of copying
+            return Reply(np.frombuffer(serialize(picache, key), np.uint8), seconds)
         except Exception as error:
             logger.debug("could not compile", exc_info=True)
             return Reply(error=f"{type(error).__name__}: {error}")
@@ -109,24 +114,12 @@ def ray_executor(
         ray.init(include_dashboard=False, log_to_driver=False)
     environment = {"env_vars": {"OMP_NUM_THREADS": str(threads)}}
     settings = {"num_cpus": threads, "max_restarts": 0, "runtime_env": environment, **(resources or {})}
-    actor_class: Any = ray.remote(**settings)(_Actor)
+    actor_class: Any = ray.remote(**settings)(Compiler)
     hint = f": does the cluster have {threads} free CPUs for each?"
     return CompileExecutor(
         lambda: RayWorker(ray, actor_class.remote(source, threads, tuple(imports))), workers, source.name,
         late_hint=hint, **options,
     )  # fmt: skip
-
-
-class _Actor(Compiler):
-    """What runs in Ray's process."""
-
-    def loaded(self) -> None:
-        """Answered when the model is there."""
-
-    def compile(self, *arguments: Any) -> Reply:
-        """The PICache's bytes as an array, which Ray's object store shares instead of copying."""
-        reply = super().compile(*arguments)
-        return reply if reply.data is None else replace(reply, data=reply.data.numpy())
 
 
 class RayWorker(SegmentWorker):

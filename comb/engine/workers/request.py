@@ -69,7 +69,7 @@ logger = logging.getLogger(__name__)
 class Reply:
     """What a worker says to a segment."""
 
-    data: Any = None  # [bytes] uint8, the PICache as a file holds it, checksum included; None when there is none
+    data: Any = None  # [bytes] uint8 (numpy), the PICache as a file holds it, checksum included; None if there is none
     seconds: float = 0.0  # of compiling
     error: str = ""  # why there is no PICache
     refused: bool = False  # the worker's model or method isn't the one that was asked for

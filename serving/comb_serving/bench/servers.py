@@ -16,7 +16,7 @@ from comb import CombForCausalLM
 from comb.backbones.loading import backbone_beside, load_config, resolve_name
 from comb.bench.work.random_prompts import random_model
 from comb.model.config import CombConfig
-from comb_serving.bench.options import ServeBenchOptions, WorkloadOptions
+from comb_serving.bench.options import ServeBenchOptions
 from comb_serving.config.serve_options import parse_bytes
 from comb_serving.launch.launcher import SERVER
 from comb_serving.launch.server_process import COMMAND, ServerProcess
@@ -94,7 +94,7 @@ class ServerPlan:
     environment: Mapping[str, str] = field(default_factory=dict)
 
 
-def plans(options: WorkloadOptions, model: str, served: Sequence[str], more: Sequence[str] = ()) -> list[ServerPlan]:
+def plans(options: ServeBenchOptions, model: str, served: Sequence[str], more: Sequence[str] = ()) -> list[ServerPlan]:
     """Plain vLLM with its prefix cache, and `comb serve`; both may keep as many bytes of keys and values.
 
     Args:

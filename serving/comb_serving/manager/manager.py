@@ -27,9 +27,9 @@ from comb_serving.manager.leases import (
     PoolFullError,
     PoolPinnedError,
     TenantQuotaError,
+    WaitQueue,
     WantedDocument,
 )
-from comb_serving.manager.wait_queue import WaitQueue
 from comb_serving.pool.capability import PoolHandle
 from comb_serving.pool.shared_pool import PoolLayout
 

@@ -45,9 +45,7 @@ class TrainConfig:
     gradient_accumulation_steps: AtLeastOne = 1
     """Forward passes per optimizer step."""
     learning_rate: NotNegative = 2e-3
-    """Peak learning rate of everything but the gates."""
-    gate_learning_rate_multiplier: NotNegative = 10.0
-    """The gates start at zero and decide how soon the encoder is heard: they learn faster by this factor."""
+    """Peak learning rate of everything but the gates, which learn ten times as fast."""
     warmup: Share = 0.05
     """Share of the run in which the learning rate rises linearly."""
     ce_weight: NotNegative = 1.0
@@ -154,8 +152,6 @@ class EvalConfig:
     """Held-out examples at most; 0: no evaluation."""
     max_new_tokens: AtLeastOne = 48
     """Longest answer."""
-    timing_examples: AtLeastZero = 8
-    """Examples of which the time to the first token is measured, one request at a time; 0 measures none."""
 
 
 @dataclass(frozen=True, config=KNOWN_KEYS)

@@ -11,6 +11,12 @@ from torch.optim import AdamW
 from comb_training.config import TrainConfig
 from comb_training.trainer import distributed
 
+GATES_FASTER = 10.0
+"""Gates start at zero and decide how soon the encoder is heard: their learning rate is that of the rest times this."""
+UNLIMITED_STEPS = 10**9  # for runs that only the clock ends
+FINAL = 0.02
+"""Where the cosine ends, as a share of the peak."""
+
 
 def adamw(model: nn.Module, config: TrainConfig) -> AdamW:
     """The optimizer of a run, at the peak of its learning rates.
@@ -25,14 +31,9 @@ def adamw(model: nn.Module, config: TrainConfig) -> AdamW:
     groups = [
         {"params": [p for p in others if p.ndim >= 2], "lr": rate, "weight_decay": config.weight_decay},
         {"params": [p for p in others if p.ndim < 2], "lr": rate, "weight_decay": 0.0},
-        {"params": gates, "lr": rate * config.gate_learning_rate_multiplier, "weight_decay": 0.0},
+        {"params": gates, "lr": rate * GATES_FASTER, "weight_decay": 0.0},
     ]
     return AdamW([group for group in groups if group["params"]], lr=rate, betas=(0.9, 0.98))
-
-
-UNLIMITED_STEPS = 10**9  # for runs that only the clock ends
-FINAL = 0.02
-"""Where the cosine ends, as a share of the peak."""
 
 
 class LearningRateSchedule:
