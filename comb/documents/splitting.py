@@ -75,7 +75,9 @@ class Splitter:
         text = "".join(pieces)
         if len(pieces) <= self.max_tokens:
             return [0]
-        levels = [_token_cuts(starts, _checked(level(text), len(text))) for level in self.levels]
+        offsets = [_checked(level(text), len(text)) for level in self.levels]
+        # cuts are in front of the first token at or behind an offset
+        levels = [sorted({bisect_left(starts, offset) for offset in level}) for level in offsets]
         return [first for first, _ in self._parts(0, len(pieces), levels)]
 
     def _parts(self, first: int, last: int, levels: Sequence[Sequence[int]]) -> list[tuple[int, int]]:
@@ -175,11 +177,6 @@ def _checked(offsets: Iterable[int], length: int) -> list[int]:
     ):
         raise ValueError(f"a boundary function gives increasing offsets within 0..{length}, got {found[:8]}...")
     return found
-
-
-def _token_cuts(starts: Sequence[int], offsets: Iterable[int]) -> list[int]:
-    """The first token at or behind every offset."""
-    return sorted({bisect_left(starts, offset) for offset in offsets})
 
 
 class FunctionSplitter(Splitter):

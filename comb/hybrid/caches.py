@@ -43,12 +43,11 @@ def continued_cache(model: Any) -> Cache | None:
 
     None for all others, which make one themselves.
     """
-    needed = identity_of(model).fact("needs a cache to go on from", lambda: _needs_cache(model))
+    needed = identity_of(model).fact(
+        "needs a cache to go on from",
+        lambda: _own_cache(model) is not None or (has_states(model) and isinstance(new_cache(model), StateCache)),
+    )
     return new_cache(model) if needed else None
-
-
-def _needs_cache(model: Any) -> bool:
-    return _own_cache(model) is not None or (has_states(model) and isinstance(new_cache(model), StateCache))
 
 
 def has_states(model: Any) -> bool:

@@ -161,9 +161,5 @@ def _reused(state: MacState, match: Match) -> tuple[Tensor, Tensor, Tensor, Tens
     """Summary, chain and drift of the matched slots: o [B, H, V], the others [B, H]."""
     index = match.slot[:, None]
     lse, chain, drift = (ring.gather(1, index)[:, 0] for ring in (state.lse, state.chain, state.drift))
-    return _at_slot(state.o, match.slot).to(lse.dtype), lse, chain, drift
-
-
-def _at_slot(ring: Tensor, slot: Tensor) -> Tensor:
-    """What lies in a ring [B, K, H, D] at the slots [B, H]: [B, H, D]."""
-    return ring.gather(1, slot[:, None, :, None].expand(-1, -1, -1, ring.shape[-1]))[:, 0]
+    o = state.o.gather(1, index[..., None].expand(-1, -1, -1, state.o.shape[-1]))[:, 0]
+    return o.to(lse.dtype), lse, chain, drift
