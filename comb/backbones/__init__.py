@@ -1,7 +1,7 @@
 """The frozen language model under everything: loaded, looked into, identified, run by one caller at a time.
 
 A name or a model enters; `discovery` leaves its layers and geometry, `identity` who it is until its weights change,
-`fingerprint` what an adapter knows it by, `exclusive` the right to compute on it, `forward` and `hooks` ways to run it.
+`fingerprint` what an adapter knows it by, `exclusive` the right to compute on it, `forward` a way to run it.
 What torch and transformers don't document is reached in `torch_private` and `transformers_private` only.
 """
 

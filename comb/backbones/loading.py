@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import functools
 import logging
 import re
+import time
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch import nn
 from transformers import (
     MODEL_FOR_CAUSAL_LM_MAPPING,
@@ -26,7 +29,6 @@ from comb.backbones.damage import (
     local_folder,
 )
 from comb.backbones.gguf import SUFFIX, convert, gguf_file
-from comb.backbones.half_precision import warn_if_slow
 from comb.backbones.settings import PEFT
 from comb.backbones.tracebacks import DamagedError
 from comb.backbones.unpublished import private_file, read_private
@@ -237,3 +239,53 @@ def load_backbone(
         ) from error
     warn_if_slow(model)
     return model
+
+
+# Does this CPU multiply 16-bit numbers, or does torch do it for it, several times slower than in float32? Most without
+# AVX512-BF16 or AMX don't, and most checkpoints on the Hub are in bfloat16. Measured, not looked up: names of
+# instructions say little of what torch makes of them.
+
+NOTICED = 10_000_000
+"""Parameters from which on a model is slow enough for it to matter."""
+
+
+@functools.cache
+def slowdown(dtype: torch.dtype, size: int = 256) -> float:
+    """How many times as long a linear layer takes a core of this CPU in `dtype` as in float32; best of eight each."""
+
+    def seconds(of: torch.dtype) -> float:
+        a = torch.ones(size, size, dtype=of)
+        took = []
+        for _ in range(8):
+            start = time.perf_counter()
+            nn.functional.linear(a, a)
+            took.append(time.perf_counter() - start)
+        return min(took)
+
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)  # several wait for each other where a machine is busy, which is as long in any dtype
+    try:
+        return seconds(dtype) / seconds(torch.float32)
+    finally:
+        torch.set_num_threads(threads)
+
+
+def is_slow(dtype: torch.dtype) -> bool:
+    """Whether this CPU is several times faster in float32."""
+    return dtype in (torch.bfloat16, torch.float16) and slowdown(dtype) > 4
+
+
+def warn_if_slow(model: nn.Module) -> None:
+    """Says once per dtype and process that a model on the CPU would be several times faster in float32."""
+    first = next(model.parameters(), None)
+    if first is None or first.device.type != "cpu" or sum(weight.numel() for weight in model.parameters()) < NOTICED:
+        return
+    if is_slow(first.dtype):
+        _warn(first.dtype)
+
+
+@functools.cache
+def _warn(dtype: torch.dtype) -> None:
+    logger.warning("this CPU multiplies %s some %.0f times slower than float32: load the model with dtype=float32 "
+                   "(--dtype float32; model.dtype=float32 when training)",
+                   str(dtype).removeprefix("torch."), slowdown(dtype))  # fmt: skip

@@ -59,7 +59,9 @@ class Sample:
             found: dict[torch.device, list[Tensor]] = defaultdict(list)
             for device, members in self._groups:
                 found[device].append(torch.cat(list(islice(views, members))).flatten().view(torch.uint8))
-            return [_in_words(torch.cat(parts)) for parts in found.values()]
+            joined = map(torch.cat, found.values())
+            # bytes as numbers of eight, which are compared faster
+            return [torch.nn.functional.pad(data, (0, -len(data) % 8)).view(torch.int64) for data in joined]
 
 
 class Rows:
@@ -91,11 +93,6 @@ def _row_sums(rows: Tensor) -> Tensor:
         words = torch.nn.functional.pad(data, (0, -data.shape[1] % 8)).view(torch.int64)
         odd = torch.arange(1, 2 * words.shape[1], 2, device=words.device) * _ODD
         return (words * odd).sum(dim=1)
-
-
-def _in_words(data: Tensor) -> Tensor:
-    """Bytes as numbers of eight, which are compared faster."""
-    return torch.nn.functional.pad(data, (0, -len(data) % 8)).view(torch.int64)
 
 
 def _places(tensor: Tensor, runs: int) -> tuple[tuple[int, ...], tuple[int, ...]]:

@@ -23,7 +23,7 @@ from comb.evaluation.metrics import agreement, contains, score
 from comb.evaluation.plot import Lines, Panel
 from comb.evaluation.setting import Setting
 from comb.evaluation.table import Column, Row, TextTable, fixed, percent
-from comb.kernels.mac.config import MacConfig
+from comb.kernels.mac.mac_config import MacConfig
 
 if TYPE_CHECKING:
     from comb.bench.work.mac_stream import StreamSpec

@@ -27,7 +27,7 @@ from comb.evaluation.table import Column, Row, TextTable, Timing, fixed, ms, per
 if TYPE_CHECKING:
     from comb.bench.work.random_prompts import RandomPrompt
     from comb.engine.workers import CompileExecutor
-    from comb.engine.workers.scheduling import Plan
+    from comb.engine.workers.request import Plan
     from comb.methods.base import Method
 
 STAGES = ("dispatch", "transfer", "combine")
@@ -190,7 +190,7 @@ def _check(method: Method, executor: CompileExecutor, prompt: RandomPrompt) -> N
 
 def simulate(measured: Sequence[Row], workers: Sequence[int]) -> Iterator[Row]:
     """The measured prompt over other numbers of workers, each with a core of its own, as one worker has shown it."""
-    from comb.engine.workers.scheduling import lpt
+    from comb.engine.workers.request import lpt
 
     for row in measured:
         if row["workers"] == 1:

@@ -97,7 +97,7 @@ def info(
     comb_model = _as_comb(load_named(model, backbone=backbone, dtype=dtype, device=device), encoder_layers)
     console.print(describe(comb_model))
     if placement is not None:
-        from comb.cli.placement import describe_placement
+        from comb.evaluation.placement import describe_placement
 
         tokenizer = load_tokenizer(model, comb_model)
         console.print(describe_placement(comb_model.backbone, tokenizer, placement, path, blocks))
@@ -277,7 +277,7 @@ def push(
 
     from comb.backbones.adapter import AdapterConfig
     from comb.backbones.loading import load_config
-    from comb.hub.errors import UploadFailedError
+    from comb.hub.hub_errors import UploadFailedError
     from comb.hub.push import plan_push, upload
     from comb.model.weights import check_headers
 
@@ -332,7 +332,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     except Exception as error:
         if debug:
             raise
-        from comb.cli.errors import one_line
+        from comb.cli.error_line import one_line
 
         errors.print(f"[bold red]error:[/] {escape(one_line(error))}", soft_wrap=True)
         sys.exit(1)

@@ -17,12 +17,12 @@ Source: EPIC (arXiv) sec. 5 (KVSplit) and its RQ4.
 from __future__ import annotations
 
 import operator
+import re
 from bisect import bisect_left
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import accumulate, pairwise
 from typing import Any, ClassVar
 
-from comb.documents.boundaries import spaces
 from comb.locks import lock_of
 from comb.registry import Registry
 
@@ -75,7 +75,9 @@ class Splitter:
         text = "".join(pieces)
         if len(pieces) <= self.max_tokens:
             return [0]
-        levels = [_token_cuts(starts, _checked(level(text), len(text))) for level in self.levels]
+        offsets = [_checked(level(text), len(text)) for level in self.levels]
+        # cuts are in front of the first token at or behind an offset
+        levels = [sorted({bisect_left(starts, offset) for offset in level}) for level in offsets]
         return [first for first, _ in self._parts(0, len(pieces), levels)]
 
     def _parts(self, first: int, last: int, levels: Sequence[Sequence[int]]) -> list[tuple[int, int]]:
@@ -177,14 +179,52 @@ def _checked(offsets: Iterable[int], length: int) -> list[int]:
     return found
 
 
-def _token_cuts(starts: Sequence[int], offsets: Iterable[int]) -> list[int]:
-    """The first token at or behind every offset."""
-    return sorted({bisect_left(starts, offset) for offset in offsets})
-
-
 class FunctionSplitter(Splitter):
     """Cuts where a function from text to character offsets says, and between words where its units are too long."""
 
     def __init__(self, boundaries: Boundaries, max_tokens: int = DEFAULT_MAX_TOKENS) -> None:
         super().__init__(max_tokens)
         self.levels = (boundaries, spaces)
+
+
+# boundaries of units in plain text: where a paragraph, a line, a sentence or a word may start
+
+_BLANK_LINES = re.compile(r"\n(?:[ \t\r]*\n)+")
+_LINE = re.compile(r"\n")
+_SENTENCE_END = re.compile(r"[.!?…]+[\"'”’»)\]]*\s+|[。！？]+[」』”’）]*\s*")
+_ABBREVIATION = re.compile(
+    r"(?<!['’])\b(?:[A-Za-z]|Mr|Mrs|Ms|Dr|Prof|St|Sr|Jr|vs|etc|cf|al|Inc|Ltd|Co|Corp|Vol|approx|(?:[A-Za-z]\.)+[A-Za-z])\.\s*$"
+)
+_BEFORE_NUMBER = re.compile(r"\b(?:No|Fig|Eq|Sec|pp?|ca|Jan|Feb|Mar|Apr|Jun|Jul|Aug|Sept?|Oct|Nov|Dec)\.\s*$")
+_LIST_NUMBER = re.compile(r"(?:^|\n)[ \t]*\d{1,3}\.\s*$")
+
+
+def paragraphs(text: str) -> Iterator[int]:
+    """Behind blank lines."""
+    return (match.end() for match in _BLANK_LINES.finditer(text))
+
+
+def lines(text: str) -> Iterator[int]:
+    """Behind line ends."""
+    return (match.end() for match in _LINE.finditer(text))
+
+
+def sentences(text: str) -> Iterator[int]:
+    """Behind the ends of sentences and lines, though not behind abbreviations and initials."""
+    ends = {match.end() for match in _SENTENCE_END.finditer(text) if not _abbreviated(text, match)}
+    return iter(sorted({*ends, *paragraphs(text)}))
+
+
+def _abbreviated(text: str, match: re.Match[str]) -> bool:
+    """Whether what looks like an end isn't one: an abbreviation, an initial, a list's number, ``"Why?" he asked``."""
+    before, after = text[max(0, match.start() - 16) : match.end()], text[match.end() : match.end() + 1]
+    if after.islower() and not match[0].startswith((". ", ".\n")):
+        return True
+    if after.isdigit() and _BEFORE_NUMBER.search(before):
+        return True
+    return bool(_ABBREVIATION.search(before) or _LIST_NUMBER.search(before))
+
+
+def spaces(text: str) -> Iterator[int]:
+    """In front of words, so that a word keeps together where it fits."""
+    return (match.start() for match in re.finditer(r"\s\S", text))

@@ -12,6 +12,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -19,7 +20,9 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from comb.backbones.discovery import ATTENTION_NAMES, find_child, inspect_backbone
-from comb.documents.document import Prompt
+from comb.documents.datasets import read_dataset
+from comb.documents.document import Prompt, PromptBuilder
+from comb.evaluation.table import FittedTable
 from comb.model.segments import padded_batches
 
 MEASURABLE = ("full", "sliding", "both")
@@ -171,3 +174,37 @@ def _hidden(attention: nn.Module, hidden: Tensor) -> Iterator[None]:
 def _divergence(reference: Tensor, other: Tensor) -> float:
     """KL(reference || other), summed over tokens, in nats. [tokens, vocabulary] both"""
     return float((reference.exp() * (reference - other)).sum())
+
+
+EXAMPLES = 512
+BAR = 40
+
+
+def describe_placement(backbone: Any, tokenizer: Any, dataset: str, path: Path | None, count: int) -> FittedTable:
+    """The measured losses as bars, and the layers that `count` cross blocks belong in front of.
+
+    Raises:
+        ValueError: as `read_dataset` and `measure_placement` do.
+    """
+    builder = PromptBuilder(tokenizer)
+    examples = read_dataset(dataset, path, split="train", limit=EXAMPLES)
+    prompts = [
+        (builder.build(example.query, list(map(builder.segment, example.documents))), builder.answer(example.answer))
+        for example in examples
+        if example.documents
+    ]
+    chosen = short_prompts(prompts)
+    return placement_table(measure_placement(backbone, chosen), count, f"{len(chosen)} questions of {dataset}")
+
+
+def placement_table(placement: Placement, count: int, measured_on: str) -> FittedTable:
+    """Layer, nats per answer token that are lost when documents are hidden there, and a bar."""
+    best = placement.best(min(count, len(placement.losses)))
+    most = max(max(placement.losses.values()), 1e-9)
+    lines = []
+    for layer, loss in placement.losses.items():
+        bar = "\u2588" * round(BAR * max(loss, 0.0) / most)
+        lines.append((f"{layer}", f"{loss:.3f}", f"{bar}{' *' if layer in best else ''}"))
+    caption = f"all layers together: {placement.without:.3f}\nmodel.cross_attention_layers={best}"
+    title = f"where documents are read ({measured_on})"
+    return FittedTable(("layer", "nats lost without", ""), lines, title, caption, left=("",))

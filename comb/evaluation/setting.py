@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from comb.documents.datasets import Counts
 from comb.documents.document import Document, Example, PromptBuilder, stopping_tokens, until_stop
-from comb.kernels.mac.config import MacConfig
+from comb.kernels.mac.mac_config import MacConfig
 
 if TYPE_CHECKING:
     from comb.cache.store import PICacheStore

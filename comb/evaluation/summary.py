@@ -63,24 +63,22 @@ def summarize(
     return found
 
 
+TIMED = 8
+"""Questions of which times to the first token are measured."""
+
+
 def compared(
     setting: Setting,
     examples: Sequence[Example],
     specs: Sequence[str],
     *,
     rules: AnswerRules,
-    timed: int = 8,
-    title: str = "",
     progress: bool = True,
 ) -> list[Row]:
-    """The rows of `summarize` for a comparison that nothing is kept of; in each also the method's ``predictions``.
-
-    Args:
-        timed: of how many questions times to the first token are measured.
-    """
+    """The rows of `summarize` for a comparison that nothing is kept of; in each also the method's ``predictions``."""
     journal = Journal(None, {})
-    refused = compare(setting, examples, specs, journal, rules=rules, title=title, progress=progress)
-    measure_times(setting, examples, [spec for spec in specs if spec not in refused], journal, timed)
+    refused = compare(setting, examples, specs, journal, rules=rules, progress=progress)
+    measure_times(setting, examples, [spec for spec in specs if spec not in refused], journal, TIMED)
     rows = summarize(journal.rows, examples, specs, refused)
     for row in rows:
         row["predictions"] = [r["text"] for r in journal.rows if r["method"] == row["method"] and "text" in r]

@@ -25,7 +25,7 @@ from comb.backbones.unpublished import public
 from comb.documents.files import read_text
 from comb.hub.card.facts import RESULTS, TRAINING
 from comb.hub.card.render import Card, render
-from comb.hub.errors import explained
+from comb.hub.hub_errors import explained
 from comb.hub.redaction import holds_secret, known_secrets, named_secrets, redact_json
 
 logger = logging.getLogger(__name__)

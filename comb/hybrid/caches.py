@@ -43,12 +43,11 @@ def continued_cache(model: Any) -> Cache | None:
 
     None for all others, which make one themselves.
     """
-    needed = identity_of(model).fact("needs a cache to go on from", lambda: _needs_cache(model))
+    needed = identity_of(model).fact(
+        "needs a cache to go on from",
+        lambda: _own_cache(model) is not None or (has_states(model) and isinstance(new_cache(model), StateCache)),
+    )
     return new_cache(model) if needed else None
-
-
-def _needs_cache(model: Any) -> bool:
-    return _own_cache(model) is not None or (has_states(model) and isinstance(new_cache(model), StateCache))
 
 
 def has_states(model: Any) -> bool:
@@ -163,3 +162,20 @@ def _continued(own: Hashable) -> Any:
             return state if isinstance(state, Tensor) else None
 
     return ContinuedCache
+
+
+# A short convolution's state is the last raw columns in front of it, and nothing else. Every column is forgotten after
+# kernel - 1 tokens, so a segment's last columns replace what was there: a monoid as well, with T = 0 once the segment
+# is as long as the kernel. LFM2's layers have no other state; in most others a convolution stands in front of the
+# recurrence, and a segment's first kernel - 1 tokens depend on its left neighbour (HYPIC sec. 4.2).
+
+
+def last_columns(columns: Tensor, tokens: int) -> Tensor:
+    """The last columns of [C, kernel] that belong to the last `tokens` tokens, [C, min(kernel, tokens)]."""
+    return columns[:, max(0, columns.shape[1] - tokens) :].clone()
+
+
+def shift_in(columns: Tensor | None, tail: Tensor, kernel: int) -> Tensor:
+    """[C, kernel] behind `tail` [C, at most kernel]: earlier columns move up, zeros in front of a prompt's first."""
+    before = tail.new_zeros(tail.shape[0], kernel) if columns is None else columns.to(tail)
+    return torch.cat([before, tail], dim=1)[:, -kernel:]

@@ -20,8 +20,7 @@ from torch import Tensor
 
 from comb.backbones.stages import StageTimes
 from comb.backbones.state_cache import count_in
-from comb.hybrid import convolution
-from comb.hybrid.caches import give_room, new_cache, read_state, run, write_state
+from comb.hybrid.caches import give_room, new_cache, read_state, run, shift_in, write_state
 from comb.hybrid.picache import HybridPICache, SegmentState
 from comb.hybrid.probe import apply_on
 from comb.hybrid.support import HybridSupport, LinearLayer
@@ -125,7 +124,7 @@ class SequentialLinker:
     def jump(self, number: int, part: SegmentState, layer: LinearLayer, rerotation: Rerotation | None) -> None:
         columns, state = read_state(self.cache, number)
         if part.columns is not None:
-            columns = convolution.shift_in(columns, part.columns, layer.kernel)
+            columns = shift_in(columns, part.columns, layer.kernel)
         if part.state is not None:
             state = self._composed(part, layer, state, rerotation)
         write_state(self.cache, number, _row(columns), _row(state))

@@ -3,7 +3,8 @@
 `SequentialLinker` takes one run of tokens after the other through all layers; this does so inside of each linear layer
 only: it takes the first run from its state, jumps over the interior behind it, takes the next run, and so on. The rest
 of the model, full attention included, sees all rows at once, under a mask by position. Hooks call a layer
-once per run instead of once; its own code isn't touched. `SequentialLinker` is the reference.
+once per run instead of once; its own code isn't touched. `SequentialLinker` is the reference: on the model in hand both
+are tried once, and what differs is linked run by run (`linker_for`).
 """
 
 from __future__ import annotations
@@ -12,19 +13,26 @@ import threading
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from transformers.cache_utils import DynamicLayer
 
-from comb.backbones.forward import run_decoder
-from comb.hybrid.caches import attention_layers
-from comb.hybrid.link import SequentialLinker, rerotated
+from comb.backbones.attention_calls import STAND_INS
+from comb.backbones.forward import counted_passes, run_decoder, takes_positions
+from comb.backbones.transformers_private import attention_name
+from comb.hybrid.caches import attention_layers, new_cache, read_state
+from comb.hybrid.compile import compile_segment
+from comb.hybrid.link import SequentialLinker, link_segments, rerotated
 from comb.hybrid.picache import HybridPICache
+from comb.hybrid.support import HybridSupport
 from comb.linking.cache import ROOM, RoomyLayer, ScatteredRows, ScatterLayer
 from comb.linking.masks import Masks, masked_attention
 from comb.linking.recomputed import recomputed_attention
 from comb.linking.rotation import Rerotation
+from comb.linking.support import distance, made_up_tokens, tolerance_of
 
 _MAX_MASK_ELEMENTS = 2**26
 # what models call their linear layers in a mapping of masks
@@ -175,3 +183,53 @@ def _cut(value: Any, rows: int, run: slice) -> Any:
     if isinstance(value, Tensor) and value.ndim in (2, 3) and value.shape[1] == rows:
         return value[:, run]
     return tuple(_cut(item, rows, run) for item in value) if type(value) is tuple else value
+
+
+_SEGMENTS, _SEAM, _FRESH = (23, 19), 2, ((0, 5), (5, 8), (8, 12))
+
+
+# one mask per kind of layer, as transformers' hybrids take them, or a single one
+_FORMS = (partial(PackedLinker, mapping=True), partial(PackedLinker, mapping=False))
+
+
+@torch.no_grad()
+def linker_for(model: Any, support: HybridSupport) -> Callable[..., SequentialLinker]:
+    """`PackedLinker` where that gives what `SequentialLinker` gives, else that. The caller holds the model's lock."""
+    if attention_name(model) in STAND_INS:
+        return SequentialLinker  # MAC keeps the rows of a prompt in order, and doesn't know the packed pass's mask
+    known: tuple[HybridSupport, Callable[..., SequentialLinker]] | None = vars(model).get("_comb_linker")
+    if known is None or known[0] is not support:
+        with counted_passes():  # tokens that it is tried on are no prompt's
+            known = vars(model)["_comb_linker"] = support, _tried(model, support)
+    return known[1]
+
+
+def _tried(model: Any, support: HybridSupport) -> Callable[..., SequentialLinker]:
+    layers: list[Any] = new_cache(model).layers
+    kinds = {type(layers[number]) for number in support.attention if number < len(layers)}
+    # a layer with states and keys has no place for scattered ones, nor has a cache of the model's own
+    if support.step is not None or kinds != {DynamicLayer} or set(support.attention) & set(support.linear):
+        return SequentialLinker
+    if hasattr(new_cache(model), "linear_cache") or not takes_positions(model):
+        return SequentialLinker
+    ids = made_up_tokens(model, _FRESH[-1][1] + sum(_SEGMENTS))
+    fresh = [ids[first:last].tolist() for first, last in _FRESH]
+    head = max(_SEAM, support.kernel - 1)
+    segments = [segment.tolist() for segment in ids[_FRESH[-1][1] :].split(_SEGMENTS)]
+    picaches = [compile_segment(model, support, "", segment, head=head, tail=_SEAM) for segment in segments]
+    plain = _tensors(link_segments(model, support, picaches, fresh).cache, support)
+    for linker in _FORMS:
+        try:
+            packed = _tensors(link_segments(model, support, picaches, fresh, linker_type=linker).cache, support)
+        except (RuntimeError, TypeError, ValueError, KeyError, IndexError, AttributeError):
+            continue  # it doesn't take this mask, or its layers aren't called in this way
+        pairs = zip(packed, plain, strict=False)
+        if len(packed) == len(plain) and all(distance(left, right) <= tolerance_of(model) for left, right in pairs):
+            return linker
+    return SequentialLinker
+
+
+def _tensors(cache: Any, support: HybridSupport) -> list[Tensor]:
+    layers = attention_layers(cache).values()
+    states = [state for number in support.linear for state in read_state(cache, number) if state is not None]
+    return [*states, *(tensor for layer in layers for tensor in (layer.keys, layer.values))]

@@ -1,6 +1,6 @@
-"""Masks by position for scattered rows, in the form that a model's forward pass takes.
+"""Masks by position for scattered rows, in the form that a model's forward pass takes; for whole rows in training.
 
-Shapes: S rows, K keys.
+Shapes: S rows being computed, K keys; in training B rows, T tokens of the longest row.
 """
 
 from __future__ import annotations
@@ -21,6 +21,8 @@ from comb.linking.positions import UnmovableError
 
 MASKED_ATTENTION = ("sdpa", "eager", *STAND_INS)
 """Attention implementations that take a mask tensor; others are put aside for the length of a pass."""
+FRESH, PADDING = 0, -1
+"""Segments of tokens outside of documents, which are numbered from 1, and of padding."""
 
 
 @dataclass(frozen=True)
@@ -115,3 +117,24 @@ def cache_kinds(model: Any) -> list[Any]:
             "its attention is cut into chunks at fixed positions, so what a token sees depends on its place"
         )
     return list(layers)
+
+
+def visible(
+    query: Tensor, key: Tensor, query_at: Tensor, key_at: Tensor, window: int | None = None, *, inner: int = 0
+) -> Tensor:
+    """Where tokens may look, bool [B, 1, T, K]: at their own segment, fresh ones at all, within `window`, no later.
+
+    So documents see only themselves, as cached ones do.
+
+    Args:
+        query, key: segments [B, T] and [B, K].
+        query_at, key_at: their positions [B or 1, T] and [B or 1, K].
+        window: of a sliding-window layer: a token sees itself and window - 1 before it.
+        inner: so many keys, the first ones, are seen by their own segments alone.
+    """
+    shown = (key != PADDING) & (torch.arange(key.shape[1], device=key.device) >= inner)
+    query, key, shown = query[:, :, None], key[:, None, :], shown[:, None, :]
+    distance = query_at[:, :, None] - key_at[:, None, :]
+    near = (distance >= 0) if window is None else (distance >= 0) & (distance < window)
+    # padding sees itself, so that no row of the softmax is empty
+    return (((key == query) | ((query == FRESH) & shown)) & near)[:, None]

@@ -7,15 +7,19 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from transformers.cache_utils import DynamicCache
 
+from comb.backbones.fingerprint import check_fingerprint
 from comb.backbones.forward import decoder_of
 from comb.backbones.identity import identity_of, settings_of
+from comb.backbones.loading import load_config
 from comb.linktokens.config import LinkTokensConfig
+from comb.model.weights import load_adapter, read_weights
 
 FrontKeyValues = list[tuple[Tensor, Tensor]]
 """Per layer, keys [H, n, D] and values [H, n, E] as the backbone caches them at positions 0 to n - 1."""
@@ -78,3 +82,24 @@ def key_values(backbone: Any, token_ids: Sequence[int]) -> FrontKeyValues:
     decoder_of(backbone)(input_ids=ids, past_key_values=cache, use_cache=True)
     layers: list[Any] = cache.layers
     return [(layer.keys[0], layer.values[0]) for layer in layers]
+
+
+def published_front(name_or_path: str | Path, backbone: Any = None) -> tuple[LearnedFront, LinkTokensConfig]:
+    """What an adapter's folder or Hub id has learned, for who has its backbone already; and its configuration.
+
+    Args:
+        backbone: checked to be the adapter's, and where the front's tensors go.
+
+    Raises:
+        OSError, ValueError: if it can't be loaded, as `LinkTokensForCausalLM.from_pretrained` does.
+    """
+    config: Any = load_config(name_or_path)
+    if not isinstance(config, LinkTokensConfig):
+        raise ValueError(f"{name_or_path} is no adapter of link tokens, its model_type is {config.model_type!r}")
+    if backbone is not None and config.backbone_fingerprint is not None:
+        check_fingerprint(backbone, config.backbone_fingerprint, config.backbone_name_or_path)
+    front = LearnedFront(config)
+    load_adapter(nn.ModuleDict({"front": front}), read_weights(name_or_path), name_or_path)
+    if backbone is not None:
+        front.to(device=backbone.get_input_embeddings().weight.device)
+    return front.requires_grad_(False), config

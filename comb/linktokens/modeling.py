@@ -18,9 +18,8 @@ from comb.backbones.discovery import UnsupportedBackboneError
 from comb.backbones.exclusive import exclusive
 from comb.backbones.identity import weights_fingerprint
 from comb.backbones.rotary import why_length_dependent
-from comb.linking.blocks import FRESH, PADDING, visible
 from comb.linking.cache import plain_layer
-from comb.linking.masks import for_attention
+from comb.linking.masks import FRESH, PADDING, for_attention, visible
 from comb.linking.positions import UnmovableError
 from comb.linking.support import LinkSupport, find_support
 from comb.linktokens.config import LinkTokensConfig

@@ -8,6 +8,7 @@ restores everything. The model's lock is held inside of it: others wait.
 
 from __future__ import annotations
 
+import weakref
 from collections import Counter
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
@@ -20,14 +21,14 @@ from torch import Tensor
 from comb.backbones.attention_calls import ANSWERING, STAND_INS, Attended, AttentionCall, attention, stand_in
 from comb.backbones.exclusive import backbone_of
 from comb.backbones.forward import decoder_of
+from comb.backbones.torch_private import base_of, writes
 from comb.backbones.transformers_private import attention_name
-from comb.kernels.mac.config import MacConfig
 from comb.kernels.mac.dispatch import computed_step
 from comb.kernels.mac.fill import prompt_rows, rows_to_keep
+from comb.kernels.mac.mac_config import MacConfig
 from comb.kernels.mac.state import MacState
 from comb.locks import lock_of
 from comb.mac.accounting import LayerCounts, MacReport
-from comb.mac.continuity import KeysIdentity, empty
 from comb.mac.passes import DecoderPass, PassReader, cache_layer, why_exact
 from comb.mac.rotation import LayerQueries, find_queries
 
@@ -251,3 +252,50 @@ def mac(model: Any, config: MacConfig | str | None = None, **changes: Any) -> Ma
     """
     chosen = MacConfig.context() if config is None else MacConfig.parse(config) if isinstance(config, str) else config
     return MacSession(model, replace(chosen, **changes))
+
+
+@dataclass(frozen=True)
+class KeysIdentity:
+    """Whether a cache still holds the keys [B, G, L, D] that a pass left in it, without reading or keeping them.
+
+    A summary is right only for the keys that it was made from. transformers' caches replace their tensors when they
+    grow, are reordered (beams) or repeated, and cut views from them when they are cropped; the cache that linking makes
+    is written in place. So a layer goes on from what was seen if its tensor is the one seen last, or a beginning of it,
+    and nobody wrote into it since. Anything else counts as another prompt.
+    """
+
+    root: weakref.ref[Tensor]
+    pointer: int
+    version: int
+    sizes: tuple[int, ...]
+
+    @classmethod
+    def of(cls, layer: Any) -> KeysIdentity | None:
+        """What `layer` of a cache holds now; None if it holds nothing."""
+        keys = _keys(layer)
+        if keys is None:
+            return None
+        root = base_of(keys)
+        return cls(weakref.ref(root), keys.data_ptr(), writes(root), _sizes(keys))
+
+    def continues(self, layer: Any) -> bool:
+        """Whether `layer` holds the same keys, or a beginning of them, or has grown behind them where they lie."""
+        now = KeysIdentity.of(layer)
+        if now is None or now.root() is not self.root():
+            return False
+        return (now.pointer, now.version, now.sizes) == (self.pointer, self.version, self.sizes)
+
+
+def _keys(layer: Any) -> Tensor | None:
+    keys = getattr(layer, "keys", None)
+    return keys if isinstance(keys, Tensor) and keys.numel() else None
+
+
+def _sizes(tensor: Tensor) -> tuple[int, ...]:
+    rows, heads, _, width = tensor.shape
+    return rows, heads, width, *tensor.stride()
+
+
+def empty(layer: Any) -> bool:
+    """Whether a layer of a cache holds no keys yet."""
+    return _keys(layer) is None

@@ -22,7 +22,7 @@ from comb.backbones.rotary import drops_cache, length_limit, prompt_limit, settl
 from comb.backbones.state_cache import StateCache, generating_behind
 from comb.backbones.whole import CheckedLogits, check_logits
 from comb.cache.picache import PICache, content_key
-from comb.linking.fork import fork_cache, repeat_rows
+from comb.linking.cache import fork_cache, repeat_rows
 from comb.methods.past_state import PastState
 from comb.waits import on_device
 

@@ -10,7 +10,7 @@ from comb.backbones.forward import counted_passes
 from comb.backbones.rotary import why_length_dependent
 from comb.hybrid.caches import run
 from comb.hybrid.support import find_hybrid_support, is_hybrid
-from comb.linking.fork import fork_cache
+from comb.linking.cache import fork_cache
 from comb.linking.positions import UnmovableError
 from comb.linking.support import check_keys_cached
 from comb.methods.base import DecodeState, Method

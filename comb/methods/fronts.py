@@ -203,7 +203,7 @@ def _text_ids(choice: FrontChoice, backbone: Any, tokenizer: Any) -> list[int] |
 
 
 def _published(name: str, backbone: Any) -> TrainedFront:
-    from comb.linktokens.published import published_front
+    from comb.linktokens.front import published_front
 
     if not Path(name).is_dir() and name.count("/") != 1:
         raise ValueError(

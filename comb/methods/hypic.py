@@ -12,10 +12,10 @@ from comb.backbones.forward import counted_passes
 from comb.cache.picache import PICache
 from comb.hybrid.compile import compile_segment
 from comb.hybrid.link import Mode, link_segments
-from comb.hybrid.packed_support import linker_for
+from comb.hybrid.packed import linker_for
 from comb.hybrid.picache import HybridPICache
 from comb.hybrid.support import HybridSupport, find_hybrid_support, is_hybrid
-from comb.linking.fork import fork_cache
+from comb.linking.cache import fork_cache
 from comb.linking.support import check_keys_cached
 from comb.methods.base import DecodeState, LinkRequest
 from comb.methods.fronts import TakesFront

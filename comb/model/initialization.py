@@ -205,11 +205,6 @@ def encoder_config_for(
     return config
 
 
-def evenly_spaced(layers: list[int], count: int) -> list[int]:
-    """`count` of `layers`, from the first on, evenly spaced; with repeats when there are fewer."""
-    return [layers[index * len(layers) // count] for index in range(count)]
-
-
 @torch.no_grad()
 def initialize_random(modules: Iterable[nn.Module], std: float, depth: int) -> None:
     """Normal weights, smaller by sqrt(2 depth) where they write to the residual stream; norms one, biases zero."""
@@ -259,7 +254,9 @@ def initialize_from_backbone(
     """
     layers, config = backbone.get_submodule(info.layers_path), text_config(backbone)
     copied = 0
-    sources = evenly_spaced(list(range(len(layers))), len(encoder.layers))
+    count = len(encoder.layers)
+    # from the first on, evenly spaced; with repeats when the backbone has fewer
+    sources = [index * len(layers) // count for index in range(count)]
     for target, source in zip(encoder.layers, sources, strict=True):
         copied += len(copy_parts(target, _with_attention(layers, source, info, config)))
     for block, head, position in zip(blocks, encoder.key_value_heads, cross_layers, strict=True):

@@ -22,11 +22,10 @@ from transformers import (
 
 from comb.backbones.discovery import BackboneInfo, inspect_backbone
 from comb.backbones.fingerprint import backbone_fingerprint
-from comb.backbones.hooks import LayerHooks
 from comb.backbones.identity import bit_sums, identity_of, settings_of
 from comb.cache.picache import CrossPICache
 from comb.model.config import CombConfig, CombEncoderConfig
-from comb.model.cross_attention import CrossBlock, KeyValues, LinkedDocuments
+from comb.model.cross_attention import CrossBlock, KeyValues, LayerHooks, LinkedDocuments
 from comb.model.encoder import CombEncoder
 from comb.model.pretrained import CombPreTrainedModel
 from comb.model.segments import (

@@ -15,8 +15,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from comb_serving.pool.handles import PoolHandle
-from comb_serving.pool.pool import PoolLayout, SharedPool
+from comb_serving.pool.capability import PoolHandle
+from comb_serving.pool.shared_pool import PoolLayout, SharedPool
 
 LONGEST_SECONDS = 120.0  # of a writer, before it is taken to hang
 

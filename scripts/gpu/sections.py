@@ -38,7 +38,7 @@ SHORT = 2  # tokens of the answer whose time is taken off
 
 def ipc(device: torch.device, *, tiny: bool) -> Section:
     """A row for each way; raises RuntimeError if anything is read that wasn't written."""
-    from comb_serving.pool.pool import PoolLayout
+    from comb_serving.pool.shared_pool import PoolLayout
     from scripts.gpu.ipc import hand_over
 
     results = []

@@ -1,6 +1,6 @@
 """Make the ledger backbone: gated DeltaNet layers that carry across documents what a later document may overwrite.
 
-Its task is `comb_training.nano.ledger`. The only full layer stands first, where no token knows yet what stands around
+Its task is `comb_training.nano.world`. The only full layer stands first, where no token knows yet what stands around
 it, so that what was written, and overwritten, is in the states of the three linear layers: adding states up and
 composing them differ. Decays start slow (a token forgets 0.1 to 0.8%), as transformers' own start loses a state within
 ten tokens.
@@ -22,7 +22,7 @@ from tqdm import tqdm
 from transformers import AutoTokenizer, GenerationConfig, PreTrainedTokenizerFast, Qwen3_5ForCausalLM, Qwen3_5TextConfig
 
 from comb_training.nano import CHECKPOINT, LEDGER_CHECKPOINT, Scene
-from comb_training.nano.ledger import LARGEST, ledger
+from comb_training.nano.world import LARGEST_LEDGER, ledger
 from scripts.nano.packing import encode
 from scripts.nano.pretrain import Optimizers, versions
 from scripts.nano.recipe_options import parse_recipe
@@ -30,8 +30,8 @@ from scripts.nano.recipe_options import parse_recipe
 logger = logging.getLogger(__name__)
 
 FULL = (0,)
-STAGES = ((2, 2, 4), (4, 3, 6), (6, 4, 8), (8, 5, 12), LARGEST)
-"""As `LARGEST`; the next comes when nine of ten answers are right."""
+STAGES = ((2, 2, 4), (4, 3, 6), (6, 4, 8), (8, 5, 12), LARGEST_LEDGER)
+"""As `LARGEST_LEDGER`; the next comes when nine of ten answers are right."""
 
 
 @dataclass(frozen=True)

@@ -20,12 +20,12 @@ from comb.backbones.loading import resolve_name
 from comb.documents.document import Document, PromptBuilder
 from comb_serving.api.choice import MethodChoice
 from comb_serving.api.conversion import as_rendered, renders_alike
-from comb_serving.api.errors import RequestError
 from comb_serving.api.preprocessor import NO_PLACE, PreprocessedRequest, Preprocessor, tokenizer_of
+from comb_serving.api.request_error import RequestError
 from comb_serving.api.response import report
 from comb_serving.api.routes import CHAT, COMPLETIONS
 from comb_serving.config.instance import instance_folder, read_secret
-from comb_serving.config.options import INSTANCE_DIR, ServeOptions
+from comb_serving.config.serve_options import INSTANCE_DIR, ServeOptions
 from comb_serving.encoding.compiler import DocumentPrompt, LocalCompiler
 from comb_serving.launch.preflight import check_start
 from comb_serving.linking.layout import LinkingLayout

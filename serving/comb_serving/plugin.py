@@ -7,7 +7,7 @@ from typing import Any
 
 import typer
 
-from comb_serving.config.options import ServeOptions
+from comb_serving.config.serve_options import ServeOptions
 
 
 def serve(context: typer.Context, **given: Any) -> None:

@@ -9,7 +9,7 @@ from torch import nn
 
 from comb.backbones.discovery import UnsupportedBackboneError, inspect_backbone
 from comb.backbones.fingerprint import backbone_fingerprint, check_fingerprint, fingerprint
-from comb.backbones.hooks import LayerHooks
+from comb.model.cross_attention import LayerHooks
 from tests.helpers.families import BASE, FAMILIES, tiny
 
 

@@ -18,8 +18,7 @@ from comb.bench.drift import measure_drift
 from comb.bench.drift import tables as drift_tables
 from comb.bench.harness import BenchmarkReport, OutOptions, benchmark, benchmarks
 from comb.bench.options import integers, numbers, split_methods
-from comb.bench.work.first_tokens import measure_context_length
-from comb.bench.work.memory import peak_memory, running_maximum
+from comb.bench.work.first_tokens import measure_context_length, peak_memory, running_maximum
 from comb.bench.work.random_prompts import RandomPrompt, random_model
 from comb.bench.work.state_drift import without_full_layers
 from comb.cli import main as cli

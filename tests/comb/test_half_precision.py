@@ -7,27 +7,27 @@ import pytest
 import torch
 from torch import nn
 
-from comb.backbones import half_precision
+from comb.backbones import loading
 
 
 @pytest.fixture(autouse=True)
 def _not_said_yet(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    monkeypatch.setattr(half_precision, "NOTICED", 100)
-    half_precision._warn.cache_clear()
+    monkeypatch.setattr(loading, "NOTICED", 100)
+    loading._warn.cache_clear()
     yield
-    half_precision._warn.cache_clear()
+    loading._warn.cache_clear()
 
 
 def _said(model: nn.Module, caplog: pytest.LogCaptureFixture) -> list[str]:
-    with caplog.at_level(logging.WARNING, half_precision.__name__):
-        half_precision.warn_if_slow(model)
+    with caplog.at_level(logging.WARNING, loading.__name__):
+        loading.warn_if_slow(model)
     return caplog.messages
 
 
 def test_a_slow_dtype_is_told_once_with_what_to_do(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(half_precision, "slowdown", lambda dtype: 68.0)
+    monkeypatch.setattr(loading, "slowdown", lambda dtype: 68.0)
     model = nn.Linear(10, 10).to(torch.bfloat16)
     assert _said(model, caplog) == [
         "this CPU multiplies bfloat16 some 68 times slower than float32: load the model with dtype=float32 "
@@ -49,10 +49,10 @@ def test_a_slow_dtype_is_told_once_with_what_to_do(
 def test_nothing_else_is(
     model: nn.Module, times: float, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(half_precision, "slowdown", lambda dtype: times)
+    monkeypatch.setattr(loading, "slowdown", lambda dtype: times)
     assert _said(model, caplog) == []
 
 
 def test_it_is_measured() -> None:
-    assert 0.2 < half_precision.slowdown(torch.float32) < 5
-    assert half_precision.slowdown(torch.bfloat16) > 0
+    assert 0.2 < loading.slowdown(torch.float32) < 5
+    assert loading.slowdown(torch.bfloat16) > 0

@@ -20,7 +20,7 @@ from comb import CombForCausalLM
 from comb.backbones.loading import is_hub_id
 from comb.cli.main import main
 from comb.hub.card.render import TEMPLATE
-from comb.hub.errors import UploadFailedError
+from comb.hub.hub_errors import UploadFailedError
 from comb.hub.push import plan_push, push
 from tests.helpers.byte_text import byte_tokenizer
 from tests.helpers.fake_hub import Failure, Hub, fake_hub

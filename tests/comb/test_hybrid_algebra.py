@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from comb.backbones.rotary import RotaryEmbedding
-from comb.hybrid import convolution
+from comb.hybrid.caches import last_columns, shift_in
 from comb.hybrid.families import dense, diagonal, elementwise, scalar
 from comb.hybrid.picache import SegmentState
 from comb.hybrid.transition import TRANSITIONS, Transition, TransitionError
@@ -212,9 +212,9 @@ def test_columns_of_short_segments_move_up(tokens: int) -> None:
     earlier, later = torch.randn(5, 7), torch.randn(5, tokens)
     whole = torch.cat([earlier, later], dim=1)[:, -kernel:]
     alone = torch.cat([torch.zeros(5, kernel), later], dim=1)[:, -kernel:]
-    tail = convolution.tail(alone, tokens)
+    tail = last_columns(alone, tokens)
     assert tail.shape[1] == min(tokens, kernel)
-    assert torch.equal(convolution.shift_in(earlier[:, -kernel:], tail, kernel), whole)
-    assert torch.equal(convolution.shift_in(None, tail, kernel), alone)
+    assert torch.equal(shift_in(earlier[:, -kernel:], tail, kernel), whole)
+    assert torch.equal(shift_in(None, tail, kernel), alone)
     if tokens < kernel:  # the control: the tail's own zeros in the place of the left neighbour's columns
         assert not torch.equal(alone, whole)

@@ -16,8 +16,7 @@ from comb.bench.work.state_drift import drift_of, exact_states
 from comb.cache.picache_file import PICacheError, deserialize, serialize
 from comb.cache.store import PICacheStore
 from comb.cli.doctor import check_methods
-from comb.cli.info import describe
-from comb.hybrid.inspection import describe_hybrid
+from comb.cli.info import describe, describe_hybrid
 from comb.hybrid.picache import HybridPICache
 from comb.methods.base import LinkRequest
 from tests.comb.test_hybrid_link import EXACT, PRIMER, QUERY, A, B, C, error, ids, logits, model_of

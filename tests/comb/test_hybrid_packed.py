@@ -14,7 +14,7 @@ from torch import Tensor
 from comb import methods
 from comb.backbones.exclusive import exclusive
 from comb.backbones.forward import decoder_of
-from comb.hybrid import packed_support
+from comb.hybrid import packed
 from comb.hybrid.caches import attention_layers, read_state
 from comb.hybrid.link import SequentialLinker
 from comb.hybrid.packed import PackedLinker
@@ -137,13 +137,13 @@ def test_what_does_not_agree_is_linked_in_order(monkeypatch: pytest.MonkeyPatch)
     """The trial compares: a model whose packed states come out wrong never links that way."""
     method, _ = pair("qwen3_next")
     with exclusive(method.backbone):
-        assert packed_support.linker_for(method.backbone, method.support) is not SequentialLinker
+        assert packed.linker_for(method.backbone, method.support) is not SequentialLinker
         vars(method.backbone).pop("_comb_linker")
         jump = SequentialLinker.jump
         late = lambda self, number, *rest: None if isinstance(self, PackedLinker) else jump(self, number, *rest)  # noqa: E731
         with monkeypatch.context() as broken:
             broken.setattr(SequentialLinker, "jump", late)
-            assert packed_support.linker_for(method.backbone, method.support) is SequentialLinker
+            assert packed.linker_for(method.backbone, method.support) is SequentialLinker
         vars(method.backbone).pop("_comb_linker")
 
 

@@ -19,8 +19,7 @@ from comb.hybrid.families.dense import DenseTransition
 from comb.hybrid.probe import TransitionProbe
 from comb.hybrid.scans import listen
 from comb.hybrid.support import find_hybrid_support, read_states, record
-from comb.linking.cache import RoomyLayer
-from comb.linking.fork import fork_cache
+from comb.linking.cache import RoomyLayer, fork_cache
 from comb.linking.positions import UnmovableError, explain_states, states_by_position
 from tests.comb.test_hybrid_link import EXACT, A, B, error, logits
 from tests.helpers.hybrids import HYBRIDS, tiny_hybrid

@@ -21,7 +21,7 @@ def paged(dtype: torch.dtype, *, fp8: bool = False, queries: int = 1) -> Any:
 
 def mac(hits: float, dtype: torch.dtype) -> Any:
     from comb.bench.work.kernel_cases import MacCase
-    from comb.kernels.mac.config import MacConfig
+    from comb.kernels.mac.mac_config import MacConfig
 
     config = MacConfig(window=64, band=128, tau=0.6, min_length=0, max_chain=None, max_drift=False)
     return MacCase(config, 2, 3000, hits, dtype, heads=4, groups=2, width=64)

@@ -13,8 +13,7 @@ from transformers.cache_utils import DynamicCache
 
 from comb import methods
 from comb.cache.picache import DecoderPICache
-from comb.linking.cache import RoomyLayer, ScatterCache, Span, assemble
-from comb.linking.fork import fork_cache
+from comb.linking.cache import RoomyLayer, ScatterCache, Span, assemble, fork_cache
 from comb.linking.masks import Masks, masked_attention
 from comb.linking.passes import recompute, recompute_in_order
 from comb.linking.positions import UnmovableError, find_positions

@@ -12,7 +12,7 @@ from transformers import DynamicCache
 
 from comb.backbones.forward import decoder_of
 from comb.mac import MacSession, mac
-from comb.mac.continuity import KeysIdentity
+from comb.mac.session import KeysIdentity
 from tests.helpers.families import tiny
 from tests.helpers.mac_models import FREE, NEVER, NEW, batch, decode, forward, model_of
 

@@ -14,9 +14,9 @@ from torch import Tensor
 
 from comb.bench.work.mac_stream import StreamSpec, error_between, make_stream, run_stream
 from comb.kernels.mac.algebra import EMPTY, attend, attend_range, merge
-from comb.kernels.mac.config import MacConfig
-from comb.kernels.mac.match import find_match
+from comb.kernels.mac.mac_config import MacConfig
 from comb.kernels.mac.state import MacState, RingEntries
+from comb.kernels.mac.step import find_match
 from tests.helpers.mac_decode import Decode, hit_keys, noise, step_in_order
 
 EXACT = {torch.float64: 1e-13, torch.float32: 2e-6, torch.bfloat16: 1e-5}

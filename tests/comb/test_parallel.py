@@ -21,9 +21,9 @@ from comb.engine.workers import CompileExecutor, Deadline
 from comb.engine.workers import executor as executor_module
 from comb.engine.workers import request as request_module
 from comb.engine.workers.executor import SegmentWorker
-from comb.engine.workers.worker import Compiler, Reply
+from comb.engine.workers.ray_actors import Compiler, Reply
 from comb.methods.base import Method
-from comb.methods.presets import Naive
+from comb.methods.legolink import Naive
 from comb.model.source import ModelSource
 from tests.helpers.hybrids import tiny_hybrid
 from tests.helpers.parallel import Inside

@@ -97,7 +97,7 @@ def test_its_documents_are_linked_as_any_models(kind: str, spec: str, plain: str
 
 
 def test_what_vllm_would_read_otherwise_is_not_served(plain: str, tmp_path: Path) -> None:
-    from comb_serving.config.options import ServeOptions
+    from comb_serving.config.serve_options import ServeOptions
     from comb_serving.launch import preflight
 
     made = CombForCausalLM.from_backbone(plain, num_encoder_layers=1, quantization_config=KINDS["rounded"])

@@ -12,8 +12,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
 from comb import PICEngine, splitters
-from comb.documents.boundaries import sentences
-from comb.documents.splitting import FunctionSplitter, Splitter, create, split_document, token_pieces
+from comb.documents.splitting import FunctionSplitter, Splitter, create, sentences, split_document, token_pieces
 from tests.helpers.byte_text import byte_llama, byte_tokenizer
 
 BUDGETED = [name for name in splitters.names() if name != "whole"]

@@ -10,8 +10,8 @@ from typing import Any
 
 import pytest
 
-from comb_serving.config.options import pool_path
-from comb_serving.pool.pool import manifest_of
+from comb_serving.config.serve_options import pool_path
+from comb_serving.pool.shared_pool import manifest_of
 from tests.helpers.gpu_engines import EngineDevice
 from tests.helpers.library import Library
 from tests.helpers.processes import wait_for

@@ -15,10 +15,9 @@ import torch
 
 from comb import CombForCausalLM
 from comb_serving.config.instance import default_root, make_secret, read_secret
-from comb_serving.config.options import ServeOptions
-from comb_serving.pool.capability import KEY, MARK, Capability, digest
-from comb_serving.pool.handles import PoolHandle, pack
-from comb_serving.pool.pool import SharedPool
+from comb_serving.config.serve_options import ServeOptions
+from comb_serving.pool.capability import KEY, MARK, Capability, PoolHandle, digest, pack
+from comb_serving.pool.shared_pool import SharedPool
 from tests.helpers.families import open_gates
 
 BLOCK = 4

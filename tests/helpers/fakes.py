@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from comb_serving.encoding.protocol import Encoded, EncoderError, EncoderIdentity
-from comb_serving.pool.handles import PoolHandle
+from comb_serving.pool.capability import PoolHandle
 
 IDENTITY = EncoderIdentity(fingerprint="adapter", dtype="float32", max_document_tokens=64, vocab_size=4096)
 

@@ -22,7 +22,7 @@ from torch import Tensor
 from comb import methods
 from comb.hybrid.families.dense import DenseTransition
 from comb.hybrid.families.scalar import ScalarTransition
-from comb_serving.pool.handles import PoolHandle
+from comb_serving.pool.capability import PoolHandle
 from tests.helpers.hybrids import BASE, PATTERN, slow_decays
 from tests.helpers.linked import FRONT, LinkedPrompt
 from tests.helpers.processes import wait_for

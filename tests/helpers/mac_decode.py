@@ -8,8 +8,8 @@ import torch
 from torch import Tensor
 
 from comb.kernels.mac.algebra import EMPTY, accumulator, attend, attend_range, merge
-from comb.kernels.mac.config import MacConfig
 from comb.kernels.mac.fill import prompt_rows
+from comb.kernels.mac.mac_config import MacConfig
 from comb.kernels.mac.state import MacState
 from comb.kernels.mac.step import MacStep, step
 

@@ -12,11 +12,10 @@ from comb_serving.api.choice import MethodChoice
 from comb_serving.api.front import ServerFront
 from comb_serving.api.middleware import CombMiddleware
 from comb_serving.api.preprocessor import Preprocessor
-from comb_serving.config.options import ServeOptions
+from comb_serving.config.serve_options import ServeOptions
 from comb_serving.manager.manager import PICManager
-from comb_serving.pool.capability import KEY, Capability
-from comb_serving.pool.handles import PoolHandle, unpack
-from comb_serving.pool.pool import PoolLayout
+from comb_serving.pool.capability import KEY, Capability, PoolHandle, unpack
+from comb_serving.pool.shared_pool import PoolLayout
 from comb_training.nano import CHECKPOINT
 from tests.helpers.fakes import IDENTITY, Client, Echo, FakeEncoders
 

@@ -7,7 +7,7 @@ from dataclasses import replace
 from typing import Any
 
 from comb.engine.workers.executor import SegmentWorker
-from comb.engine.workers.worker import Compiler, Reply
+from comb.engine.workers.ray_actors import Compiler, Reply
 from comb.model.source import ModelSource
 
 

@@ -10,8 +10,8 @@ from typing import Any
 
 from comb.cache.picache import PICache
 from comb.cache.picache_file import serialize
-from comb.engine.workers import worker as worker_module
-from comb.methods.presets import Naive
+from comb.engine.workers import ray_actors
+from comb.methods.legolink import Naive
 
 FAULT_TOKEN = 99
 
@@ -34,7 +34,7 @@ class Fragile(Naive):
             elif self.fault == "raise":
                 raise RuntimeError("out of memory")
             elif self.fault == "damage":
-                worker_module.serialize = _damaged
+                ray_actors.serialize = _damaged
             elif self.fault == "swap":  # another segment's PICache, whole and well
                 return super().compile([segment[:-1] for segment in segments])
         return super().compile(segments)
@@ -42,7 +42,7 @@ class Fragile(Naive):
 
 def _damaged(picache: PICache, key: str) -> bytes:
     """Serialised as it should be, but for one bit in the middle of the tensors."""
-    worker_module.serialize = serialize
+    ray_actors.serialize = serialize
     data = bytearray(serialize(picache, key))
     data[-len(data) // 4] ^= 16
     return bytes(data)

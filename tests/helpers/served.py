@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from comb_serving.config.options import INSTANCE_DIR
+from comb_serving.config.serve_options import INSTANCE_DIR
 from comb_serving.launch.server_process import COMMAND, free_port
 from tests.helpers.processes import wait_for
 

@@ -17,8 +17,8 @@ from torch import Tensor
 from comb.kernels.launch import Launch
 from comb.kernels.mac import kernel as kernel_module
 from comb.kernels.mac.algebra import EMPTY, attend_ranges
-from comb.kernels.mac.config import MacConfig
 from comb.kernels.mac.dispatch import computed_step
+from comb.kernels.mac.mac_config import MacConfig
 from comb.kernels.mac.state import MacState
 from comb.kernels.mac.step import step
 from comb.mac import mac

@@ -23,10 +23,9 @@ from comb.documents.document import Document
 from comb.evaluation.plot import draw
 from comb_serving.bench.client import GIVE_UP, RequestRecord, Target
 from comb_serving.bench.figures import growth, percentile, ratio, summarize, sustained
-from comb_serving.bench.models import models_of
 from comb_serving.bench.options import ServeBenchOptions
 from comb_serving.bench.serve_run import ServeRun
-from comb_serving.bench.servers import COMB, PLAIN, ServerPlan, plans, token_bytes
+from comb_serving.bench.servers import COMB, PLAIN, ServerPlan, models_of, plans, token_bytes
 from comb_serving.bench.tables import CACHED, COLD, SOAK, TOGETHER, panels, tables
 from comb_serving.bench.workload import Ask, Workload
 

@@ -17,8 +17,7 @@ from comb_serving.linking.layout import LinkingLayout
 from comb_serving.linking.methods import LinkMethod
 from comb_serving.manager.leases import WantedDocument
 from comb_serving.manager.manager import PICManager
-from comb_serving.pool.capability import COMPILE, Capability
-from comb_serving.pool.handles import PoolHandle, pack
+from comb_serving.pool.capability import COMPILE, Capability, PoolHandle, pack
 from tests.helpers.fakes import until
 
 LAYOUT = LinkingLayout(8, 16, 24, "model", "float32", 63, 4096)

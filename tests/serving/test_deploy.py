@@ -13,7 +13,7 @@ import pytest
 import yaml
 
 from comb_serving.api.routes import CHAT
-from comb_serving.config.options import ServeOptions, flag_of
+from comb_serving.config.serve_options import ServeOptions, flag_of
 from comb_serving.linking.layout import LinkingLayout
 from comb_serving.linking.reports import LinkReport
 from tests.helpers.middleware_server import Server, chat

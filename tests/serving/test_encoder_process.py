@@ -19,14 +19,14 @@ from transformers import AutoTokenizer
 from comb import CombForCausalLM
 from comb.cache.store import PICacheStore
 from comb.model.modeling import ENCODE_BATCH_TOKENS
-from comb_serving.config.options import ServeOptions, pool_path
+from comb_serving.config.serve_options import ServeOptions, pool_path
+from comb_serving.encoding.encoder_worker import EncoderWorker, batches, drop_decoder
 from comb_serving.encoding.protocol import EncodeJob, MessageError, decode_message, encode_message
 from comb_serving.encoding.supervisor import ENCODER, EncoderProcesses
-from comb_serving.encoding.worker import EncoderWorker, batches, drop_decoder
 from comb_serving.manager.leases import WantedDocument
 from comb_serving.manager.manager import PICManager
-from comb_serving.pool.handles import PoolHandle
-from comb_serving.pool.pool import PoolLayout, SharedPool
+from comb_serving.pool.capability import PoolHandle
+from comb_serving.pool.shared_pool import PoolLayout, SharedPool
 from tests.helpers.fakes import until
 from tests.helpers.families import tiny
 

@@ -15,7 +15,7 @@ import pytest
 from comb_serving.encoding import supervisor as module
 from comb_serving.encoding.protocol import EncoderError
 from comb_serving.encoding.supervisor import EncoderProcesses
-from comb_serving.pool.handles import PoolHandle
+from comb_serving.pool.capability import PoolHandle
 from tests.helpers.fakes import until
 
 DIES, HANGS, LIES = 666, 777, 888

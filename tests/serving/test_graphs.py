@@ -44,7 +44,7 @@ def config(mode: CUDAGraphMode) -> Any:
 
 def of_v1(mode: CUDAGraphMode, documents: list[str]) -> Callable[[int, bool], CUDAGraphMode]:
     """Which graph a V1 runner's dispatcher has for so many tokens, all of one request or of as many decoding ones."""
-    from comb_serving.vllm.graphs import without_full_v1
+    from comb_serving.vllm.gpu_worker import without_full_v1
 
     dispatcher = CudagraphDispatcher(config(mode))
     dispatcher.initialize_cudagraph_keys(mode)
@@ -54,7 +54,7 @@ def of_v1(mode: CUDAGraphMode, documents: list[str]) -> Callable[[int, bool], CU
 
 def of_v2(mode: CUDAGraphMode, documents: list[str]) -> Callable[[int, bool], CUDAGraphMode]:
     """The same of a V2 runner's manager."""
-    from comb_serving.vllm.graphs import without_full_v2
+    from comb_serving.vllm.gpu_worker import without_full_v2
 
     manager = object.__new__(CudaGraphManager)
     known = config(mode)

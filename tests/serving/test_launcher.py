@@ -17,8 +17,7 @@ from typing import Any
 import pytest
 
 from comb_serving.config.instance import LOCK, PREFIX, instance_folder, note_segments, remove_abandoned
-from comb_serving.config.options import ServeOptions, flag_of
-from comb_serving.config.sizes import parse_bytes, parse_pool_size, parse_share
+from comb_serving.config.serve_options import ServeOptions, flag_of, parse_bytes, parse_pool_size, parse_share
 from comb_serving.config.tenants import key_hash
 from comb_serving.launch.launcher import launch, read_flags, tokenizer_flags
 from tests.helpers.processes import wait_for, wait_until_gone
@@ -37,7 +36,7 @@ seen.with_suffix(".tmp").rename(seen)
 LAUNCH = """
 import sys, pathlib
 from comb_serving.launch.launcher import launch
-from comb_serving.config.options import ServeOptions
+from comb_serving.config.serve_options import ServeOptions
 sys.exit(launch(ServeOptions("owner/adapter"), ["--port", "1"], root=pathlib.Path(sys.argv[1]),
     server=[sys.executable, "-c", sys.argv[2]]))
 """

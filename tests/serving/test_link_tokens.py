@@ -151,7 +151,7 @@ def test_another_backbone_is_refused(tmp_path: Path) -> None:
 
 def test_ranks_keep_their_own_heads() -> None:
     """Four heads on two ranks, and on eight, where two ranks have the same one."""
-    from comb_serving.vllm.linking.pool import DocumentPool
+    from comb_serving.vllm.linking.document_pool import DocumentPool
 
     front = [(torch.randn(4, 3, 8), torch.randn(4, 3, 6)) for _ in range(2)]
 

@@ -17,7 +17,7 @@ from comb.hybrid.families.scalar import recurrence
 from comb_serving.linking.layout import LinkingLayout
 from comb_serving.linking.methods import LinkMethod
 from comb_serving.linking.plan import plan_interiors
-from comb_serving.pool.handles import PoolHandle, pack, unpack
+from comb_serving.pool.capability import PoolHandle, pack, unpack
 from tests.helpers.linked import largest_difference
 from tests.helpers.linked_hybrid import PROMPTS, ask_hybrid, documents, error, library, tiny_model
 from tests.helpers.served import TEXTS, serve

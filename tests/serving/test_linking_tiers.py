@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from comb_serving.encoding.kept import kept_store
-from comb_serving.pool.handles import PoolHandle
+from comb_serving.pool.capability import PoolHandle
 from comb_serving.vllm.linking.tiers import KeptDocuments
 from tests.helpers.engines import SMALL, greedy
 from tests.helpers.linked import PROMPTS, LinkedEngine, largest_difference, linked_engine, plain_llama

@@ -13,7 +13,7 @@ from comb.cache.index import IntegrityError
 from comb_serving.encoding.protocol import EncoderError
 from comb_serving.manager.leases import DocumentsTooLargeError, Lease, PoolFullError, PoolPinnedError, WantedDocument
 from comb_serving.manager.manager import PICManager
-from comb_serving.pool.pool import PoolLayout
+from comb_serving.pool.shared_pool import PoolLayout
 from tests.helpers.fakes import FakeEncoders
 
 LAYOUT = PoolLayout(cross_layers=1, kv_heads=1, head_dim=2, num_blocks=8, block_size=4)

@@ -103,16 +103,16 @@ def test_what_an_instance_is_set_up_with(monkeypatch: pytest.MonkeyPatch) -> Non
     v1, v2 = options(logits_processors=["mine:Mine"]), options(use_v2_model_runner=True)
     for given in (v1, v2, v1):
         set_up(given)
-    assert v1.parallel_config.worker_cls == "comb_serving.vllm.worker_cpu.CombCPUWorker"
+    assert v1.parallel_config.worker_cls == "comb_serving.vllm.cpu_worker.CombCPUWorker"
     assert v1.model_config.logits_processors == ["mine:Mine", "comb_serving.vllm.admission:DocumentCheckV1"]
     assert v2.parallel_config.worker_cls == "auto"  # on a CPU
     for v2_runner, worker in ((False, "CombGPUWorker"), (True, "CombGPUWorkerV2")):
         on_gpu = options(use_v2_model_runner=v2_runner)
         set_up_on_gpu(on_gpu, monkeypatch)
-        assert on_gpu.parallel_config.worker_cls == f"comb_serving.vllm.worker.{worker}"
+        assert on_gpu.parallel_config.worker_cls == f"comb_serving.vllm.gpu_worker.{worker}"
         assert locate(on_gpu.parallel_config.worker_cls) is not None
     assert v1.scheduler_config.scheduler_cls == v2.scheduler_config.scheduler_cls == SCHEDULER
-    assert v2.model_config.logits_processors == ["comb_serving.vllm.admission_v2:DocumentCheckV2"]
+    assert v2.model_config.logits_processors == ["comb_serving.vllm.admission:DocumentCheckV2"]
     refused = {
         "pipeline_parallel_size 1, not 2": {"pipeline_parallel_size": 2},
         "data_parallel_size 1, not 2": {"data_parallel_size": 2},
@@ -153,7 +153,7 @@ class Plain(nn.Module):
 def loading(expected: Any) -> Any:
     from types import SimpleNamespace
 
-    from comb_serving.vllm.mixin import CombMixin
+    from comb_serving.vllm.models import CombMixin
 
     class Model(CombMixin, Plain):
         def __init__(self) -> None:

@@ -15,10 +15,9 @@ import torch
 
 from comb.kernels.paged.attention import attend_row
 from comb.model.config import CombEncoderConfig
-from comb_serving.pool.capability import KEY, MARK, Capability
-from comb_serving.pool.handles import PoolHandle, pack
-from comb_serving.pool.pool import PoolLayout, SharedPool
-from comb_serving.vllm.pool import check_arguments, rank_layout, total_bytes
+from comb_serving.pool.capability import KEY, MARK, Capability, PoolHandle, pack
+from comb_serving.pool.shared_pool import PoolLayout, SharedPool
+from comb_serving.vllm.decoder_pool import check_arguments, rank_layout, total_bytes
 from comb_serving.vllm.rows import RequestDocuments
 
 A, B = PoolHandle(5, (3, 1)), PoolHandle(4, (0,))
@@ -170,7 +169,7 @@ def test_the_v2_model_state_sets_the_step(documents: RequestDocuments, monkeypat
     from vllm.config import CUDAGraphMode
     from vllm.v1.attention.backend import AttentionCGSupport
 
-    from comb_serving.vllm import state
+    from comb_serving.vllm import gpu_worker
 
     class Base:
         def __init__(self, *given: Any) -> None:
@@ -192,11 +191,11 @@ def test_the_v2_model_state_sets_the_step(documents: RequestDocuments, monkeypat
             return AttentionCGSupport.ALWAYS, None
 
     pool = documents.pool
-    monkeypatch.setattr(state, "create_pool", lambda model, config: pool)
+    monkeypatch.setattr(gpu_worker, "create_pool", lambda model, config: pool)
     model = SimpleNamespace(comb=RequestDocuments(verified))
     compilation = SimpleNamespace(cudagraph_mode=CUDAGraphMode.NONE)
     config = SimpleNamespace(compilation_config=compilation)
-    found = state.with_documents(Base)(config, model, None, None)
+    found = gpu_worker.with_documents(Base)(config, model, None, None)
 
     def new(name: str, token: str | None, prompt: Sequence[int] = (1,)) -> Any:
         sampling = SimpleNamespace(extra_args=None if token is None else {KEY: token})
@@ -231,7 +230,7 @@ def test_the_v2_model_state_sets_the_step(documents: RequestDocuments, monkeypat
 @pytest.mark.parametrize("name", ["default.DefaultModelState", "mamba_hybrid.MambaHybridModelState"])
 def test_the_v2_model_state_fits_vllms_own(name: str) -> None:
     pytest.importorskip("vllm")
-    from comb_serving.vllm.state import with_documents
+    from comb_serving.vllm.gpu_worker import with_documents
 
     module, _, cls = name.partition(".")
     base = getattr(import_module(f"vllm.v1.worker.gpu.model_states.{module}"), cls)

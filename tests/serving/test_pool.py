@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from comb_serving.pool.handles import PoolHandle, pack, unpack
-from comb_serving.pool.pool import PoolLayout, SharedPool
+from comb_serving.pool.capability import PoolHandle, pack, unpack
+from comb_serving.pool.shared_pool import PoolLayout, SharedPool
 
 LAYOUT = PoolLayout(cross_layers=2, kv_heads=3, head_dim=5, num_blocks=6, block_size=4)
 
@@ -37,7 +37,8 @@ def test_another_process_reads_what_is_written(tmp_path: Path) -> None:
     assert torch.equal(found[1], values[1])
     assert not torch.equal(pool.read(1, [second, first])[0], keys[1])
     code = (
-        "import sys; from comb_serving.pool.pool import SharedPool; from comb_serving.pool.handles import PoolHandle\n"
+        "import sys\n"
+        "from comb_serving.pool.shared_pool import SharedPool; from comb_serving.pool.capability import PoolHandle\n"
         "print(SharedPool.attach(sys.argv[1]).read(0, [PoolHandle(5, (3, 1))])[1].sum().item())"
     )
     done = subprocess.run(

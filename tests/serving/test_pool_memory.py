@@ -14,11 +14,10 @@ import torch
 
 from comb.kernels.paged.attention import attend
 from comb.kernels.paged.layout import BlockTable, PagedBatch
-from comb_serving.pool import cuda_ipc, memory
-from comb_serving.pool.cuda_ipc import CannotShareError
-from comb_serving.pool.handles import PoolHandle
-from comb_serving.pool.memory import DeviceMemory
-from comb_serving.pool.pool import PoolLayout, SharedPool
+from comb_serving.pool import memory
+from comb_serving.pool.capability import PoolHandle
+from comb_serving.pool.memory import CannotShareError, DeviceMemory
+from comb_serving.pool.shared_pool import PoolLayout, SharedPool
 from scripts.gpu import ipc
 
 FP8 = PoolLayout(cross_layers=2, kv_heads=3, head_dim=20, num_blocks=6, block_size=4, dtype="bfloat16", stored="fp8")
@@ -108,39 +107,39 @@ def gpus(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
 
 
 def test_a_handle_survives_json_and_finds_its_gpu(gpus: list[Any], monkeypatch: pytest.MonkeyPatch) -> None:
-    fields = cuda_ipc.export(Storage())  # type: ignore[arg-type]
+    fields = memory.export(Storage())  # type: ignore[arg-type]
     assert fields["device"] == UUID
     fields = json.loads(json.dumps(fields))
-    opened = cuda_ipc.open_exported(fields)
+    opened = memory.open_exported(fields)
     assert (opened.dtype, opened.shape) == (torch.uint8, (64,))
     assert gpus == [Storage()._share_cuda_()]  # bytes are bytes again, in torch's order
     # the same GPU under another number
     here = {0: SimpleNamespace(uuid=UUID), 1: SimpleNamespace(uuid="other")}
     monkeypatch.setattr(torch.cuda, "get_device_properties", here.__getitem__)
-    cuda_ipc.open_exported(fields)
+    memory.open_exported(fields)
     assert [given[0] for given in gpus] == [1, 0]
     with pytest.raises(CannotShareError, match=r"is on GPU another, .*CUDA_VISIBLE_DEVICES"):
-        cuda_ipc.open_exported({**fields, "device": "another"})
+        memory.open_exported({**fields, "device": "another"})
 
     def gone(*_: Any) -> None:
         raise RuntimeError("invalid resource handle")
 
     monkeypatch.setattr(torch.UntypedStorage, "_new_shared_cuda", gone, raising=False)
     with pytest.raises(CannotShareError, match="can't be opened: invalid resource handle"):
-        cuda_ipc.open_exported(fields)
+        memory.open_exported(fields)
 
 
 def test_memory_that_has_no_handle_is_refused(gpus: list[Any], monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(CannotShareError, match="expandable"):
-        cuda_ipc.export(Storage(b"e"))  # type: ignore[arg-type]
+        memory.export(Storage(b"e"))  # type: ignore[arg-type]
     with pytest.raises(CannotShareError, match="--comb-pool-memory host"):
-        cuda_ipc.export(torch.zeros(3))  # of a CPU: torch refuses it
-    cuda_ipc.check_shareable()
+        memory.export(torch.zeros(3))  # of a CPU: torch refuses it
+    memory.check_shareable()
     monkeypatch.setenv("PYTORCH_CUDA_ALLOC_CONF", "max_split_size_mb:64, expandable_segments: True")
     with pytest.raises(CannotShareError, match="PYTORCH_CUDA_ALLOC_CONF has expandable_segments:True"):
-        cuda_ipc.check_shareable()
+        memory.check_shareable()
     monkeypatch.setenv("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:False")
-    cuda_ipc.check_shareable()
+    memory.check_shareable()
 
 
 def test_a_pool_of_a_gpu_is_a_handle_under_its_path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -156,8 +155,8 @@ def test_a_pool_of_a_gpu_is_a_handle_under_its_path(tmp_path: Path, monkeypatch:
         return {"device": "it"}
 
     monkeypatch.setattr(memory, "torch", SimpleNamespace(**{**vars(torch), "empty": empty}))
-    monkeypatch.setattr(cuda_ipc, "export", export)
-    monkeypatch.setattr(cuda_ipc, "open_exported", lambda fields: made[fields["device"]])
+    monkeypatch.setattr(memory, "export", export)
+    monkeypatch.setattr(memory, "open_exported", lambda fields: made[fields["device"]])
     monkeypatch.setattr(DeviceMemory, "writing", lambda self, source: contextlib.nullcontext())
     layout = PoolLayout(2, 3, 5, num_blocks=6, block_size=4)
     pool = SharedPool.create(tmp_path / "pool", layout, "cuda:0")

@@ -15,7 +15,7 @@ from safetensors.torch import save_file
 
 from comb import LinkTokensConfig
 from comb.cli import main as cli
-from comb_serving.config.options import ServeOptions
+from comb_serving.config.serve_options import ServeOptions
 from comb_serving.launch.preflight import check_start
 from comb_serving.vllm.linking.setup import linking_options
 from comb_training.nano import CHECKPOINT

@@ -168,7 +168,7 @@ def stream(url: str, text: str, **more: Any) -> Any:
 
 
 def test_settings_come_from_files_and_command_lines() -> None:
-    from comb_serving.replicas.config import ReplicasConfig
+    from comb_serving.replicas.replica import ReplicasConfig
 
     given = {"checkpoint": "c", "replicas": "3", "arguments": "--comb-disk '/a b/{replica}' -tp 2", "gpus": "2"}
     found = ReplicasConfig.model_validate(given)

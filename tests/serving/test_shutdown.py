@@ -29,7 +29,7 @@ SERVER = """
 import asyncio, contextlib, json, os, sys
 from types import SimpleNamespace
 import uvicorn
-from comb_serving.config.options import ServeOptions
+from comb_serving.config.serve_options import ServeOptions
 from tests.helpers.middleware_server import Server
 
 begun = []
@@ -71,7 +71,7 @@ os._exit(0)
 """
 LAUNCH = f"""
 import pathlib, sys
-from comb_serving.config.options import ServeOptions
+from comb_serving.config.serve_options import ServeOptions
 from comb_serving.launch.launcher import launch
 sys.exit(launch(ServeOptions("owner/adapter", drain_seconds={DRAIN}), ["--host", "127.0.0.1", "--port", sys.argv[2]],
     root=pathlib.Path(sys.argv[1]), server=[sys.executable, "-c", sys.argv[3]]))

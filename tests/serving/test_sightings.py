@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from comb_serving.api.errors import RequestError
+from comb_serving.api.request_error import RequestError
 from comb_serving.manager import sightings
 from comb_serving.manager.leases import WantedDocument
 from comb_serving.manager.sightings import Sightings

@@ -10,11 +10,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from comb_serving.api.routes import CHAT
-from comb_serving.config.options import ServeOptions
-from comb_serving.manager.leases import Lease, PoolFullError, PoolPinnedError, WantedDocument
+from comb_serving.config.serve_options import ServeOptions
+from comb_serving.manager.leases import Lease, PoolFullError, PoolPinnedError, WaitQueue, WantedDocument
 from comb_serving.manager.manager import PICManager
-from comb_serving.manager.wait_queue import WaitQueue
-from comb_serving.pool.pool import PoolLayout
+from comb_serving.pool.shared_pool import PoolLayout
 from tests.helpers.fakes import FakeEncoders, until
 from tests.helpers.middleware_server import Server, chat
 

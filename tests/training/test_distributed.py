@@ -34,7 +34,7 @@ def configuration(folder: Path, **train: Any) -> Path:
             "steps": 20, "batch_size": 8, "logging_steps": 1, "save_steps": 10, "answers": "gold",
             "output_dir": str(folder / "out"), **train,
         },
-        "eval": {"methods": ["comb"], "limit": 4, "timing_examples": 0},
+        "eval": {"methods": ["comb"], "limit": 4},
     }  # fmt: skip
     path = folder / "run.yaml"
     path.write_text(yaml.safe_dump(content))

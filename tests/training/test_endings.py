@@ -38,7 +38,7 @@ def run(folder: Path, tmp_path: Path) -> Callable[..., Any]:
         "model": {"backbone": str(folder), "num_encoder_layers": 1, "cross_attention_layers": [1], "device": "cpu"},
         "data": {"dataset": "jsonl", "path": f"{folder}/rows.jsonl"},
         "train": {**train, "output_dir": str(tmp_path / "out")},
-        "eval": {"methods": ["comb"], "max_new_tokens": 2, "timing_examples": 0},
+        "eval": {"methods": ["comb"], "max_new_tokens": 2},
     }
     recipe.write_text(yaml.safe_dump(content))
 

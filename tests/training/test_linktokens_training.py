@@ -13,7 +13,7 @@ from transformers import AutoModelForCausalLM
 
 from comb import LinkTokensForCausalLM, PICEngine, Prompt
 from comb.backbones.primer import primer_ids
-from comb.linking.blocks import visible
+from comb.linking.masks import visible
 from comb_training.config import config_from_dict
 from comb_training.data.batches import TrainingExample
 from comb_training.models import training_method
@@ -159,7 +159,7 @@ ROPES: dict[str, dict[str, Any]] = {
 @pytest.mark.parametrize("name", ROPES)
 def test_the_passage_is_cut_alike_in_training_and_wherever_documents_are_primed(name: str, tmp_path: Path) -> None:
     """By the library, which has the weights, and by a server, which has the configuration alone."""
-    from comb_serving.config.options import ServeOptions
+    from comb_serving.config.serve_options import ServeOptions
     from comb_serving.vllm.linking.setup import linking_options
 
     model = byte_llama(**ROPES[name])

@@ -17,7 +17,7 @@ from comb.documents.splitting import create
 from comb_training.config import DataConfig, MixtureEntry, config_from_dict, load_config
 from comb_training.data import mixture
 from comb_training.data.batches import fit_documents
-from comb_training.data.shares import apportion, draw, epoch_numbers, heldout_numbers
+from comb_training.data.mixture import apportion, draw, epoch_numbers, heldout_numbers
 
 
 def rows_file(path: Path, rows: int, *, per_document: int = 2, word: str = "box", **more: Any) -> Path:

@@ -25,7 +25,7 @@ def config(folder: Path, data: dict[str, Any] | None = None, **train: Any) -> Co
         "model": {"backbone": "nano", "num_encoder_layers": 1, "cpu_threads": 1, "device": "cpu"},
         "data": {"mixture": SETS, "epoch_examples": 24, **(data or {})},
         "train": {"steps": 2, "batch_size": 8, "output_dir": str(folder / "out"), "answers": "gold", **train},
-        "eval": {"limit": 8, "methods": ["none"], "timing_examples": 0, "max_new_tokens": 4},
+        "eval": {"limit": 8, "methods": ["none"], "max_new_tokens": 4},
     }
     return config_from_dict(content)
 

@@ -12,7 +12,7 @@ from transformers import AutoTokenizer, PreTrainedTokenizerFast
 from comb import PICEngine
 from comb.documents.datasets import read_dataset
 from comb_training.nano import CHECKPOINT, LEDGER_CHECKPOINT
-from comb_training.nano.ledger import ledger
+from comb_training.nano.world import ledger
 from scripts.nano.ledger import LedgerRecipe, build_ledger, row_batch, train
 
 

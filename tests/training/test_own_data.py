@@ -158,7 +158,7 @@ def test_the_same_word_in_every_command(tmp_path: Path, monkeypatch: pytest.Monk
         "model": {"num_encoder_layers": 1, "cross_attention_layers": [2], "cpu_threads": 1},
         "data": {"mixture": [{"dataset": "squad", "path": "gone.json"}], "epoch_examples": 50},
         "train": {"steps": 2, "batch_size": 4, "output_dir": "out", "answer_max_new_tokens": 2},
-        "eval": {"limit": 4, "methods": ["comb"], "max_new_tokens": 2, "timing_examples": 0},
+        "eval": {"limit": 4, "methods": ["comb"], "max_new_tokens": 2},
     }
     recipe.write_text(yaml.safe_dump(content))
     answered = invoke("answers", str(recipe), "data=mine.jsonl", "data.heldout_share=0.5", "--engine", "transformers")

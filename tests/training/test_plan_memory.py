@@ -12,7 +12,7 @@ import torch
 from transformers import AutoModelForCausalLM, LlamaConfig, Qwen3Config
 
 from comb import CombForCausalLM, LinkTokensForCausalLM, Prompt
-from comb.bench.work.memory import peak_memory
+from comb.bench.work.first_tokens import peak_memory
 from comb_training.config import TrainConfig
 from comb_training.data.batches import Collator, TrainingExample
 from comb_training.models.linktokens import RowCollator

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import yaml
 
-from comb_training.cli import passages, real_demo
+from comb_training.cli import real_demo
 from comb_training.config import config_from_dict, load_config
 from comb_training.train import run_training
 from tests.helpers.training import invoke
@@ -23,7 +23,7 @@ ASKING = {
 
 @pytest.fixture
 def few(monkeypatch: pytest.MonkeyPatch) -> None:
-    every = passages.demo_questions()
+    every = real_demo.demo_questions()
     monkeypatch.setattr(real_demo, "demo_questions", lambda: every[:2])
 
 
@@ -105,9 +105,9 @@ def test_options_of_the_demo_that_trains_are_not_ignored() -> None:
 
 
 def test_every_question_stands_over_its_own_passage_and_three_others() -> None:
-    questions = passages.demo_questions()
+    questions = real_demo.demo_questions()
     assert len(questions) == 10
     for question in questions:
         texts = [str(document.text) for document in question.documents]
-        assert len(set(texts)) == passages.DOCUMENTS
+        assert len(set(texts)) == real_demo.DOCUMENTS
         assert sum(question.answer.removeprefix("the ") in text for text in texts) == 1  # and no other tells

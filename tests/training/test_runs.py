@@ -203,7 +203,7 @@ def test_train_then_eval_on_the_same_held_out_rows(
 ) -> None:
     path, out = tmp_path / "run.yaml", tmp_path / "out"
     content = config_for(answers="gold", save_steps=2).to_dict()
-    content["eval"].update(methods=["full", "comb", "none"], max_new_tokens=4, timing_examples=1)
+    content["eval"].update(methods=["full", "comb", "none"], max_new_tokens=4)
     path.write_text(yaml.safe_dump(content))
     trained = invoke("train", str(path))
     assert trained.exit_code == 0, trained.output

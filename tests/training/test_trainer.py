@@ -26,9 +26,8 @@ from comb_training.trainer.checkpoints import (
     new_checkpoint,
 )
 from comb_training.trainer.losses import target_loss
-from comb_training.trainer.optimizer import adamw
+from comb_training.trainer.optimizer import LearningRateSchedule, adamw, total_steps
 from comb_training.trainer.sampler import batch_sampler
-from comb_training.trainer.schedule import LearningRateSchedule, total_steps
 from comb_training.trainer.trainer import CombTrainer
 from tests.helpers.training import TOKENIZER, backbone, comb_model, examples, trainer
 
@@ -110,14 +109,14 @@ def test_training_lowers_the_loss_and_leaves_the_backbone_alone(tmp_path: Path) 
 
 def test_gates_learn_faster_and_only_matrices_decay() -> None:
     model = comb_model()
-    config = TrainConfig(learning_rate=1e-3, gate_learning_rate_multiplier=7, weight_decay=0.1)
+    config = TrainConfig(learning_rate=1e-3, weight_decay=0.1)
     groups = adamw(model, config).param_groups
     names = {id(parameter): name for name, parameter in model.named_parameters()}
     matrices, vectors, gates = ([names[id(p)] for p in group["params"]] for group in groups)
     assert gates
     assert all(name.endswith("gate") for name in gates)
     assert not any(name.endswith("gate") for name in matrices + vectors)
-    assert [group["lr"] for group in groups] == pytest.approx([1e-3, 1e-3, 7e-3])
+    assert [group["lr"] for group in groups] == pytest.approx([1e-3, 1e-3, 1e-2])
     assert [group["weight_decay"] for group in groups] == [0.1, 0.0, 0.0]
     assert any("norm" in name for name in vectors)
     assert not any("norm" in name for name in matrices)
@@ -289,7 +288,7 @@ def test_schedule_warms_up_and_cools_down_by_steps_or_by_the_clock() -> None:
 
 def test_a_run_ends_when_its_seconds_are_used_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     seconds = itertools.count()  # every look at the clock is a second later
-    monkeypatch.setattr("comb_training.trainer.schedule.time", SimpleNamespace(monotonic=lambda: float(next(seconds))))
+    monkeypatch.setattr("comb_training.trainer.optimizer.time", SimpleNamespace(monotonic=lambda: float(next(seconds))))
     run = CombTrainer(
         comb_model(),
         TrainConfig(max_seconds=20.0, batch_size=4, save_steps=100, logging_steps=1, output_dir=str(tmp_path)),

@@ -59,7 +59,7 @@ def test_a_trained_adapter(
         "data": {"dataset": "jsonl", "path": "../home/jane-doe-1234/questions.jsonl",
                  "heldout_share": 0.4},
         "train": {"steps": 1, "output_dir": str(out), "answers": "gold"},
-        "eval": {"limit": 2, "timing_examples": 1, "methods": ["full", "comb"], "max_new_tokens": 2},
+        "eval": {"limit": 2, "methods": ["full", "comb"], "max_new_tokens": 2},
     }  # fmt: skip
     (home / "run.yaml").write_text(yaml.safe_dump(config))
     run(monkeypatch, "train", home / "run.yaml", f"data.path={home / 'questions.jsonl'}")

@@ -259,7 +259,6 @@ def evaluate_heldout(
         examples,
         config.eval.methods,
         rules=AnswerRules(config.eval.max_new_tokens, config.data.stop),
-        timed=config.eval.timing_examples,
         progress=progress,
     )
 

@@ -1,10 +1,14 @@
-"""Times to the first token, of all methods in turn: `comb bench context-length`."""
+"""Times to the first token and peak memory, of all methods in turn: `comb bench context-length`."""
 
 from __future__ import annotations
 
+import json
+import os
 import statistics
+import tempfile
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -12,7 +16,6 @@ from tqdm import tqdm
 
 from comb import methods
 from comb.bench.harness import or_refused, ratios
-from comb.bench.work.memory import peak_memory
 from comb.bench.work.random_prompts import RandomPrompt, check_logits, first_token, synchronize, vocabulary
 from comb.cache.picache import PICache
 from comb.evaluation.table import Row, Timing
@@ -134,3 +137,41 @@ def _summary(turns: Sequence[dict[str, Any]], full: Sequence[dict[str, Any]]) ->
         "speedup": ratios([turn["cached"] for turn in full], cached),
         "stages_s": {name: statistics.median(times[name] for times in stages) for name in stages[0]},
     }
+
+
+def peak_memory(device: torch.device | str, work: Callable[[], Any]) -> int:
+    """Runs `work` and returns the peak of bytes that torch allocated on `device` on top of what it held before.
+
+    On CUDA the caching allocator counts. On the CPU, torch's profiler records every allocation and release of torch's
+    CPU allocator, so the result is exact and repeatable, and work is slower meanwhile; scratch memory that libraries
+    such as MKL take on their own is not in it.
+    """
+    device = torch.device(device)
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+        before = torch.cuda.memory_allocated(device)
+        torch.cuda.reset_peak_memory_stats(device)
+        work()
+        torch.cuda.synchronize(device)
+        return int(torch.cuda.max_memory_allocated(device) - before)
+    # 6 is above every level: the profiler's own lines would stand between ours
+    os.environ.setdefault("KINETO_LOG_LEVEL", "6")
+    activities = [torch.profiler.ProfilerActivity.CPU]
+    with torch.profiler.profile(activities=activities, profile_memory=True) as profile:
+        work()
+    with tempfile.TemporaryDirectory() as folder:
+        trace = Path(folder) / "trace.json"
+        profile.export_chrome_trace(str(trace))
+        events = json.loads(trace.read_text(encoding="utf-8"))["traceEvents"]
+    changes = [event for event in events if event.get("name") == "[memory]" and event["args"]["Device Type"] == 0]
+    changes.sort(key=lambda event: event["args"]["Ev Idx"])
+    return running_maximum(event["args"]["Bytes"] for event in changes)
+
+
+def running_maximum(changes: Iterable[int]) -> int:
+    """The highest sum of a beginning of `changes`, at least 0."""
+    now = peak = 0
+    for change in changes:
+        now += int(change)
+        peak = max(peak, now)
+    return peak

@@ -12,7 +12,7 @@ from comb.evaluation.table import Row
 from comb.hybrid.families.dense import DenseTransition
 from comb.hybrid.families.diagonal import DiagonalTransition
 from comb.hybrid.families.scalar import ScalarTransition
-from comb.kernels.mac.config import MacConfig
+from comb.kernels.mac.mac_config import MacConfig
 from comb.kernels.mac.state import MacState
 
 _CHANNELS = 128

@@ -20,8 +20,8 @@ from torch import Tensor
 
 from comb.cache.quantization import quantize
 from comb.kernels.mac.algebra import attend_range
-from comb.kernels.mac.config import MacConfig
 from comb.kernels.mac.dispatch import computed_step
+from comb.kernels.mac.mac_config import MacConfig
 from comb.kernels.mac.state import MacState
 from comb.kernels.mac.step import MacStep, step
 from comb.kernels.paged.attention import attend_plain

@@ -16,7 +16,7 @@ from comb.bench.work import seams
 from comb.bench.work.kernel_cases import BOUNDS, MacCase, PagedCase
 from comb.evaluation.table import Row, Timing
 from comb.kernels.interpreter import INTERPRETED
-from comb.kernels.mac.config import MacConfig
+from comb.kernels.mac.mac_config import MacConfig
 
 _MAC = MacConfig(window=48, band=20, tau=0.6, min_length=0, max_chain=None, max_drift=False)
 _SMALL = MacCase(_MAC, 2, 150, dtype=torch.float32, heads=6, groups=2, width=10)

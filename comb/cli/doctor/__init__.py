@@ -4,9 +4,8 @@
 stand-in of the same architecture where the weights are too large, or not there.
 """
 
-from comb.cli.doctor.check import Check
 from comb.cli.doctor.encoder import run_checks
-from comb.cli.doctor.methods import Verdict, check_methods
+from comb.cli.doctor.exactness import Check, Verdict, check_methods
 from comb.cli.doctor.random_model import random_model
 
 __all__ = ["Check", "Verdict", "check_methods", "random_model", "run_checks"]

@@ -11,7 +11,7 @@ from torch import Tensor
 from comb.backbones.torch_private import pre_hooks_of
 from comb.cache.picache import CrossPICache, content_key
 from comb.cache.picache_file import deserialize, serialize
-from comb.cli.doctor.check import Check, close, gap, relative_gap, tolerance_for
+from comb.cli.doctor.exactness import Check, close, gap, relative_gap, tolerance_for
 from comb.model.cross_attention import CrossBlock
 from comb.model.modeling import CombForCausalLM
 

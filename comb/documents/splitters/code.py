@@ -5,8 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator
 
-from comb.documents.boundaries import lines, paragraphs, spaces
-from comb.documents.splitting import Splitter, splitters
+from comb.documents.splitting import Splitter, lines, paragraphs, spaces, splitters
 
 _TOP_LEVEL = re.compile(r"\n[ \t\r]*\n(?=[^\s)}\]])")
 

@@ -5,8 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator, Sequence
 
-from comb.documents.boundaries import lines, paragraphs, sentences, spaces
-from comb.documents.splitting import Splitter, splitters
+from comb.documents.splitting import Splitter, lines, paragraphs, sentences, spaces, splitters
 
 _FENCE = re.compile(r"^[ ]{0,3}(`{3,}|~{3,})", re.MULTILINE)
 _HEADING = re.compile(r"^[ ]{0,3}#{1,6}(?:[ \t]|$)", re.MULTILINE)

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from comb.documents.boundaries import paragraphs, sentences, spaces
-from comb.documents.splitting import Splitter, splitters
+from comb.documents.splitting import Splitter, paragraphs, sentences, spaces, splitters
 
 
 @splitters.register("paragraphs")

@@ -14,9 +14,7 @@ from dataclasses import asdict, dataclass
 from typing import Self
 
 from comb.cache.picache import PICache
-from comb.engine.workers.request import CompileRequest
-from comb.engine.workers.scheduling import Deadline, lpt
-from comb.engine.workers.worker import Reply
+from comb.engine.workers.request import CompileRequest, Deadline, Reply, lpt
 from comb.methods.base import Method, MethodSpec
 
 logger = logging.getLogger(__name__)

@@ -1,22 +1,78 @@
-"""One request on its way through workers: what has come, what of it can be used, what is to be compiled here."""
+"""One request on its way through workers: who compiles what, when one is late, and what of the answers can be used."""
 
 from __future__ import annotations
 
+import heapq
 import logging
 import time
 from collections import Counter, defaultdict
 from collections.abc import Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 
 from comb.cache.picache import PICache
 from comb.cache.picache_file import PICacheError, deserialize
-from comb.engine.workers.worker import Reply
 from comb.methods.base import Method, MethodSpec
 
+Plan = list[list[int]]
+"""Per worker, the indices of its segments in the order in which it compiles them."""
+
+
+def lpt(costs: Sequence[float], workers: int) -> Plan:
+    """Longest processing time first: each segment, longest first, onto the worker with the least load.
+
+    The busiest worker's load is at most 4/3 - 1/(3 workers) times the least possible (Graham 1969). Ties go to the
+    segment and to the worker with the lower index, so equal input gives an equal plan.
+
+    Source: HYPIC sec. 4.4, eq. 9.
+    """
+    plan: Plan = [[] for _ in range(workers)]
+    loads = [(0.0, worker) for worker in range(workers)]
+    for index in sorted(range(len(costs)), key=lambda index: (-costs[index], index)):
+        load, worker = loads[0]
+        plan[worker].append(index)
+        heapq.heapreplace(loads, (load + costs[index], worker))
+    return plan
+
+
+@dataclass
+class Deadline:
+    """How long a worker may take for a segment: a floor, and a multiple of what the slowest one so far has needed.
+
+    A worker that exceeds it is given up and its segments are compiled locally, so a deadline that is too short costs
+    time, never an answer.
+    """
+
+    floor_s: float = 30.0  # added to every deadline
+    factor: float = 4.0  # times the slowest seconds per token seen so far
+    first_s: float = 600.0  # used until one segment has come back
+    _seconds_per_token: float = field(default=0.0, repr=False)
+
+    def seconds(self, tokens: int) -> float:
+        """Seconds after which a segment of so many tokens is late."""
+        if not self._seconds_per_token:
+            return self.first_s
+        return self.floor_s + self.factor * self._seconds_per_token * tokens
+
+    def observe(self, tokens: int, seconds: float) -> None:
+        """Learns from a segment that came back."""
+        self._seconds_per_token = max(self._seconds_per_token, seconds / tokens)
+
+
 logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class Reply:
+    """What a worker says to a segment."""
+
+    data: Any = None  # [bytes] uint8 (numpy), the PICache as a file holds it, checksum included; None if there is none
+    seconds: float = 0.0  # of compiling
+    error: str = ""  # why there is no PICache
+    refused: bool = False  # the worker's model or method isn't the one that was asked for
 
 
 @dataclass

@@ -22,7 +22,7 @@ from comb.backbones.loading import backbone_beside, is_hub_id, resolve_name
 from comb.backbones.packaged import MODELS
 from comb.backbones.unpublished import public
 from comb.hub.card.facts import RESULTS, TRAINING, eval_results, read_evaluations, read_training
-from comb.hub.errors import HUB_ERRORS, reason
+from comb.hub.hub_errors import HUB_ERRORS, reason
 
 # a wheel carries the template inside the package (pyproject.toml), a source tree has it in model_cards/
 _PLACES = (Path(__file__).parent / "template.md", Path(__file__).parents[3] / "model_cards" / "template.md")

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from comb.kernels.mac import algebra
-from comb.kernels.mac.config import MacConfig
+from comb.kernels.mac.mac_config import MacConfig
 from comb.kernels.mac.state import MacState
 from comb.kernels.mac.step import MacStep, step
 

@@ -14,9 +14,9 @@ import torch
 from torch import Tensor
 
 from comb.kernels.mac.algebra import EMPTY, accumulator
-from comb.kernels.mac.config import MacConfig
-from comb.kernels.mac.match import end
+from comb.kernels.mac.mac_config import MacConfig
 from comb.kernels.mac.state import RingEntries
+from comb.kernels.mac.step import end
 from comb.waits import on_device
 
 _MAX_SCORES = 2**24

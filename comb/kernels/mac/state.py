@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 
 from comb.kernels.mac.algebra import EMPTY, accumulator
-from comb.kernels.mac.config import MacConfig
+from comb.kernels.mac.mac_config import MacConfig
 
 
 @dataclass

@@ -16,7 +16,7 @@ from itertools import takewhile
 from typing import Any
 
 from comb_serving.api.preprocessor import NO_PLACE, PreprocessedRequest, Preprocessor
-from comb_serving.encoding.asking import greedy
+from comb_serving.encoding.compiler import greedy
 from comb_serving.pool.capability import KEY
 
 logger = logging.getLogger(__name__)

@@ -8,7 +8,7 @@ import re
 from collections.abc import Awaitable, Callable, MutableMapping
 from typing import Any
 
-from comb_serving.api.errors import RequestError
+from comb_serving.api.request_error import RequestError
 
 Scope = MutableMapping[str, Any]
 Message = MutableMapping[str, Any]

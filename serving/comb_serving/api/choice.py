@@ -8,8 +8,8 @@ from __future__ import annotations
 import logging
 from typing import Any
 
-from comb_serving.api.errors import RequestError
-from comb_serving.config.options import ServeOptions
+from comb_serving.api.request_error import RequestError
+from comb_serving.config.serve_options import ServeOptions
 from comb_serving.linking.methods import FULL, LinkMethod
 
 logger = logging.getLogger(__name__)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from comb_serving.api.errors import RequestError
+from comb_serving.api.request_error import RequestError
 from comb_serving.api.routes import CHAT, MESSAGES, RESPONSES
 
 FIELD = {CHAT: "messages", RESPONSES: "input", MESSAGES: "messages"}  # where each has its turns

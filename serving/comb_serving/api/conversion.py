@@ -17,7 +17,7 @@ from typing import Any, get_args
 from comb.documents.document import PromptBuilder
 from comb.documents.rendering import TEMPLATE_RESERVED, makes_tokens
 from comb_serving.api.conversation import FIELD, parts_of, turns
-from comb_serving.api.errors import RequestError
+from comb_serving.api.request_error import RequestError
 from comb_serving.api.routes import CHAT, RESPONSES
 
 _FUNCTIONS = ("function", "custom", "namespace")  # the client runs these

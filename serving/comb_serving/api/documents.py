@@ -6,9 +6,9 @@ import math
 from typing import Any
 
 from comb.documents.catalog import DocumentCatalog, KeyedSegment, UnknownDocumentError
-from comb_serving.api.errors import RequestError
 from comb_serving.api.fields import FIELDS, TEXTS
 from comb_serving.api.preprocessor import Preprocessor, wanted
+from comb_serving.api.request_error import RequestError
 from comb_serving.api.routes import DOCUMENTS
 from comb_serving.manager.leases import WantedDocument
 

@@ -12,7 +12,7 @@ from typing import Any
 from comb.documents.document import Document
 from comb.documents.messages import References, referenced_documents
 from comb.documents.rendering import TEMPLATE_RESERVED
-from comb_serving.api.errors import RequestError
+from comb_serving.api.request_error import RequestError
 from comb_serving.pool.capability import KEY
 
 # a document's text has other names elsewhere: Hugging Face's templates, Cohere's API

@@ -17,7 +17,7 @@ from comb_serving.api.conversion import renders_alike
 from comb_serving.api.preprocessor import Preprocessor, tokenizer_of
 from comb_serving.api.start_check import check_start
 from comb_serving.config.logs import configure
-from comb_serving.config.options import ServeOptions, instance_dir, pool_path
+from comb_serving.config.serve_options import ServeOptions, instance_dir, pool_path
 from comb_serving.encoding.compiler import EngineCompiler
 from comb_serving.encoding.protocol import EncoderError, Encoders
 from comb_serving.encoding.supervisor import EncoderProcesses
@@ -25,7 +25,7 @@ from comb_serving.linking.layout import LinkingLayout
 from comb_serving.linking.methods import LinkMethod
 from comb_serving.linking.reports import ReportReceiver
 from comb_serving.manager.manager import PICManager
-from comb_serving.pool.pool import PoolLayout, manifest_of
+from comb_serving.pool.shared_pool import PoolLayout, manifest_of
 
 ServedEncoders: TypeAlias = EncoderProcesses | EngineCompiler
 

@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
 from comb.locks import lock_of
-from comb_serving.api.errors import RequestError
+from comb_serving.api.request_error import RequestError
 
 # of lists in a body; stop strings and bad words vLLM limits itself
 MOST = {"documents": 4096, "messages": 10_000, "input": 10_000, "tools": 1024, "prompt": 1024, "items": 1024}

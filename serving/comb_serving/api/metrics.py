@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
 
-from comb_serving.config.options import ServeOptions
+from comb_serving.config.serve_options import ServeOptions
 from comb_serving.encoding.compiler import EngineCompiler
 from comb_serving.manager.counters import STATES
 

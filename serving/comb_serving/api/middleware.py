@@ -33,13 +33,13 @@ from comb_serving.api.body import (
     send_json,
     with_body,
 )
-from comb_serving.api.errors import RequestError
 from comb_serving.api.front import ServerFront
 from comb_serving.api.preprocessor import NO_PLACE, salted, with_capability
+from comb_serving.api.request_error import RequestError
 from comb_serving.api.request_log import RequestLogEntry
 from comb_serving.api.response import ResponseWriter, error_events, report
 from comb_serving.config.instance import READY, read_secret
-from comb_serving.config.options import ServeOptions, instance_dir
+from comb_serving.config.serve_options import ServeOptions, instance_dir
 from comb_serving.config.tenants import tenant_of
 from comb_serving.encoding.protocol import EncoderError
 from comb_serving.linking.reports import name_of

@@ -27,7 +27,6 @@ from comb_serving.api.body import MAX_VALUES
 from comb_serving.api.choice import INLINED, MethodChoice
 from comb_serving.api.conversation import FIELD, messages_of, turns, without_references
 from comb_serving.api.conversion import as_rendered, converted
-from comb_serving.api.errors import RequestError
 from comb_serving.api.fields import (
     check_combinations,
     check_names,
@@ -38,8 +37,9 @@ from comb_serving.api.fields import (
     template_arguments,
 )
 from comb_serving.api.limits import LONG, check_characters, check_counts, check_length, check_tokens, texts_of
+from comb_serving.api.request_error import RequestError
 from comb_serving.api.routes import COMPLETIONS, DOCUMENTS, RESPONSES
-from comb_serving.config.options import ServeOptions
+from comb_serving.config.serve_options import ServeOptions
 from comb_serving.config.tenants import prefix_salt
 from comb_serving.encoding.protocol import EncoderError
 from comb_serving.linking.methods import LinkMethod
@@ -55,8 +55,7 @@ from comb_serving.manager.leases import (
 )
 from comb_serving.manager.manager import PICManager
 from comb_serving.manager.sightings import Sightings
-from comb_serving.pool.capability import KEY, MARK, Capability, digest
-from comb_serving.pool.handles import pack
+from comb_serving.pool.capability import KEY, MARK, Capability, digest, pack
 
 Result = TypeVar("Result")
 Gone = Callable[[], bool]  # whether nobody waits for a result any more

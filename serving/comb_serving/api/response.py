@@ -7,8 +7,8 @@ from collections.abc import Callable
 from typing import Any
 
 from comb_serving.api.body import Message, Send
-from comb_serving.api.errors import RequestError
 from comb_serving.api.preprocessor import PreprocessedRequest
+from comb_serving.api.request_error import RequestError
 from comb_serving.api.routes import MESSAGES, RESPONSES
 from comb_serving.manager.leases import Lease
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from comb_serving.api.errors import RequestError
+from comb_serving.api.request_error import RequestError
 
 CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
 RESPONSES, MESSAGES = "/v1/responses", "/v1/messages"

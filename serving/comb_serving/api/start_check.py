@@ -26,7 +26,7 @@ from typing import Any
 from comb.backbones.loading import resolve_name
 from comb.documents.catalog import KeyedSegment
 from comb_serving.api.preprocessor import PreprocessedRequest, Preprocessor, salted
-from comb_serving.encoding.asking import greedy
+from comb_serving.encoding.compiler import greedy
 from comb_serving.linking.layout import LinkingLayout
 from comb_serving.linking.methods import LinkMethod
 from comb_serving.linking.reports import ReportReceiver, name_of

@@ -8,10 +8,10 @@ from __future__ import annotations
 from typing import Any
 
 from comb_serving.api.body import parse_object
-from comb_serving.api.errors import RequestError
 from comb_serving.api.preprocessor import Preprocessor
+from comb_serving.api.request_error import RequestError
 from comb_serving.api.routes import SWITCH
-from comb_serving.config.options import ServeOptions
+from comb_serving.config.serve_options import ServeOptions
 from comb_serving.config.tenants import authorized
 
 

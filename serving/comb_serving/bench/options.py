@@ -12,8 +12,8 @@ from comb.bench.options import OfRandomModel, Seed
 
 
 @dataclass(frozen=True)
-class WorkloadOptions(OutOptions):
-    """What is asked, and what both servers get. Raises ValueError for what doesn't go together."""
+class ServeBenchOptions(OutOptions):
+    """What is asked and how often, of which model on which servers. Raises ValueError for what doesn't go together."""
 
     pool: Annotated[int, typer.Option(min=1, help="documents that come back")] = 50
     documents: Annotated[int, typer.Option(min=1, help="per request")] = 8
@@ -27,6 +27,25 @@ class WorkloadOptions(OutOptions):
     )
     dtype: Annotated[str, typer.Option(help="of the model, or of the random one")] = "bfloat16"
     seed: Seed = 0
+    checkpoint: Annotated[
+        str | None, typer.Option(help="adapter, or a plain model with --method; by default one with random weights")
+    ] = None
+    method: Annotated[str | None, typer.Option(help="that links documents of a plain model: legolink:16")] = None
+    backbone: Annotated[str | None, typer.Option(help="of the adapter, for plain vLLM; by default as it says")] = None
+    requests: Annotated[int, typer.Option(min=1, help="per closed loop")] = 40
+    cold: Annotated[int, typer.Option(min=1, help="requests over documents never seen before")] = 16
+    clients: Annotated[str, typer.Option(help="of the closed loops")] = "1,4,16"
+    rates: Annotated[str, typer.Option(help="of arrivals per second, or auto: around what each server does")] = "auto"
+    seconds: Annotated[float, typer.Option(min=0.1, help="of arrivals per rate")] = 30.0
+    together: Annotated[int, typer.Option(min=1, help="clients that ask about the same documents at once")] = 16
+    soak: Annotated[int, typer.Option(min=0, help="further requests to comb, memory watched")] = 0
+    one_at_a_time: Annotated[bool, typer.Option(help="for a machine that can't hold both servers")] = False
+    timeout: Annotated[float, typer.Option(help="seconds after which a request has failed")] = 300.0
+    layers: OfRandomModel = 32
+    encoder_layers: OfRandomModel = 8
+    hidden: OfRandomModel = 192
+    heads: OfRandomModel = 3
+    kv_heads: OfRandomModel = 1
 
     def __post_init__(self) -> None:
         if not 1 <= self.documents <= self.pool:
@@ -47,28 +66,3 @@ class WorkloadOptions(OutOptions):
     def positions(self) -> int:
         """Tokens of the longest request and answer, with room for a chat template and documents' last line breaks."""
         return self.documents * (self.lengths[1] + 2) + 2 * self.query_tokens + 64 + self.max_tokens
-
-
-@dataclass(frozen=True)
-class ServeBenchOptions(WorkloadOptions):
-    """How often is asked, and which model."""
-
-    checkpoint: Annotated[
-        str | None, typer.Option(help="adapter, or a plain model with --method; by default one with random weights")
-    ] = None
-    method: Annotated[str | None, typer.Option(help="that links documents of a plain model: legolink:16")] = None
-    backbone: Annotated[str | None, typer.Option(help="of the adapter, for plain vLLM; by default as it says")] = None
-    requests: Annotated[int, typer.Option(min=1, help="per closed loop")] = 40
-    cold: Annotated[int, typer.Option(min=1, help="requests over documents never seen before")] = 16
-    clients: Annotated[str, typer.Option(help="of the closed loops")] = "1,4,16"
-    rates: Annotated[str, typer.Option(help="of arrivals per second, or auto: around what each server does")] = "auto"
-    seconds: Annotated[float, typer.Option(min=0.1, help="of arrivals per rate")] = 30.0
-    together: Annotated[int, typer.Option(min=1, help="clients that ask about the same documents at once")] = 16
-    soak: Annotated[int, typer.Option(min=0, help="further requests to comb, memory watched")] = 0
-    one_at_a_time: Annotated[bool, typer.Option(help="for a machine that can't hold both servers")] = False
-    timeout: Annotated[float, typer.Option(help="seconds after which a request has failed")] = 300.0
-    layers: OfRandomModel = 32
-    encoder_layers: OfRandomModel = 8
-    hidden: OfRandomModel = 192
-    heads: OfRandomModel = 3
-    kv_heads: OfRandomModel = 1

@@ -24,9 +24,8 @@ from comb.bench.harness import BenchmarkReport, Row
 from comb.bench.options import integers, numbers
 from comb_serving.bench.client import RequestRecord, Target
 from comb_serving.bench.figures import ratio, summarize
-from comb_serving.bench.models import models_of
 from comb_serving.bench.options import ServeBenchOptions
-from comb_serving.bench.servers import COMB, PLAIN, MeasuredServer, ServerPlan, plans, token_bytes
+from comb_serving.bench.servers import COMB, PLAIN, MeasuredServer, ServerPlan, models_of, plans, token_bytes
 from comb_serving.bench.tables import CACHED, COLD, SOAK, TOGETHER, panels, tables
 from comb_serving.bench.workload import Workload
 

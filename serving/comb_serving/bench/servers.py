@@ -1,4 +1,4 @@
-"""The two servers as processes, with what they say of themselves."""
+"""The two servers as processes: what they serve, and what they say of themselves."""
 
 from __future__ import annotations
 
@@ -10,11 +10,68 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from transformers import AutoTokenizer
 
-from comb_serving.bench.options import WorkloadOptions
-from comb_serving.config.sizes import parse_bytes
+from comb import CombForCausalLM
+from comb.backbones.loading import backbone_beside, load_config, resolve_name
+from comb.bench.work.random_prompts import random_model
+from comb.model.config import CombConfig
+from comb_serving.bench.options import ServeBenchOptions
+from comb_serving.config.serve_options import parse_bytes
 from comb_serving.launch.launcher import SERVER
 from comb_serving.launch.server_process import COMMAND, ServerProcess
+
+TOKENIZER = "nano"  # comes with the package, so that nothing is downloaded
+OPEN_GATES = 0.5
+
+
+@dataclass(frozen=True)
+class Models:
+    """Folders or Hub ids of what plain vLLM serves and what `comb serve` does; `name` for titles."""
+
+    backbone: str
+    adapter: str
+    name: str
+
+
+def models_of(options: ServeBenchOptions, folder: Path) -> Models:
+    """The checkpoint that the options name and its backbone; or random ones, saved below `folder` with a tokenizer.
+
+    Gates of random cross blocks are open: work is the same with closed ones, but answers would not depend on documents.
+
+    Raises:
+        ValueError: for sizes that don't go together.
+    """
+    if options.checkpoint is not None:
+        place = resolve_name(options.checkpoint)
+        if options.method is not None:
+            return Models(place, place, f"{options.checkpoint}, {options.method}")
+        backbone = options.backbone or backbone_beside(load_config(place, CombConfig).backbone_name_or_path, place)
+        return Models(resolve_name(backbone), place, options.checkpoint)
+    if options.method is not None:
+        raise ValueError("--method is for a plain model: name it with --checkpoint")
+    if not 1 <= options.encoder_layers <= options.layers:
+        raise ValueError(f"an encoder has 1 to {options.layers} layers, as its backbone, not {options.encoder_layers}")
+    tokenizer: Any = AutoTokenizer.from_pretrained(resolve_name(TOKENIZER))
+    tokenizer.model_max_length = options.positions
+    made = random_model(
+        layers=options.layers, hidden=options.hidden, heads=options.heads, kv_heads=options.kv_heads,
+        vocab=len(tokenizer), positions=options.positions, seed=options.seed,
+    ).to(dtype=getattr(torch, options.dtype))  # fmt: skip
+    place = str(folder / "backbone")
+    made.save_pretrained(place)
+    tokenizer.save_pretrained(place)
+    torch.manual_seed(options.seed)
+    model: Any = CombForCausalLM.from_backbone(place, num_encoder_layers=options.encoder_layers, dtype=made.dtype)
+    with torch.no_grad():
+        for block in model.cross_blocks:
+            block.attention_gate.fill_(OPEN_GATES)
+            block.mlp_gate.fill_(OPEN_GATES)
+    model.save_pretrained(folder / "adapter", tokenizer=tokenizer)
+    parameters = sum(parameter.numel() for parameter in made.parameters()) / 1e6
+    size = f"{parameters:.0f} M parameters, {options.layers} layers, {options.encoder_layers} of encoder"
+    return Models(place, str(folder / "adapter"), f"random Llama of {size}")
+
 
 PLAIN, COMB = "plain vLLM", "comb"
 MODEL = "bench"  # the name under which both serve
@@ -37,7 +94,7 @@ class ServerPlan:
     environment: Mapping[str, str] = field(default_factory=dict)
 
 
-def plans(options: WorkloadOptions, model: str, served: Sequence[str], more: Sequence[str] = ()) -> list[ServerPlan]:
+def plans(options: ServeBenchOptions, model: str, served: Sequence[str], more: Sequence[str] = ()) -> list[ServerPlan]:
     """Plain vLLM with its prefix cache, and `comb serve`; both may keep as many bytes of keys and values.
 
     Args:

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 
 from comb.documents.document import Document
-from comb_serving.bench.options import WorkloadOptions
+from comb_serving.bench.options import ServeBenchOptions
 
 _SUBJECTS = ("The harbour", "A quiet street", "The old library", "The weather station", "A small bakery", "The river")
 _VERBS = ("was repaired", "was painted", "was photographed", "was mentioned in a letter", "was visited by students")
@@ -33,7 +33,7 @@ class Workload:
         count: tokens of a text.
     """
 
-    options: WorkloadOptions
+    options: ServeBenchOptions
     count: Callable[[str], int]
     pool: tuple[Document, ...] = field(init=False)
 

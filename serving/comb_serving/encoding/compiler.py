@@ -15,12 +15,10 @@ from dataclasses import dataclass
 from hashlib import sha256
 from typing import Any, TypeVar
 
-from comb_serving.encoding.asking import greedy
 from comb_serving.encoding.protocol import Encoded, EncoderError, EncoderIdentity
 from comb_serving.linking.layout import LinkingLayout
 from comb_serving.linking.methods import LinkMethod
-from comb_serving.pool.capability import COMPILE, KEY, Capability, digest
-from comb_serving.pool.handles import PoolHandle, pack
+from comb_serving.pool.capability import COMPILE, KEY, Capability, PoolHandle, digest, pack
 
 Result = TypeVar("Result")
 
@@ -213,3 +211,19 @@ def _settle(future: asyncio.Future[Encoded], answer: Any, seconds: float) -> Non
         )
     except EncoderError as error:
         future.set_exception(error)
+
+
+async def greedy(client: Any, prompt: list[int], salt: str, name: str, **parameters: Any) -> Any:
+    """The likeliest answer (vLLM's `CompletionOutput`), when it has ended, to a request of the server's own.
+
+    Args:
+        salt: of the prefix cache; empty for none.
+        name: of the request.
+        parameters: of vLLM's `SamplingParams`.
+    """
+    from vllm import SamplingParams
+    from vllm.inputs import tokens_input
+
+    asked = tokens_input(prompt, cache_salt=salt or None)
+    outputs = [output async for output in client.generate(asked, SamplingParams(temperature=0, **parameters), name)]
+    return outputs[-1].outputs[0]

@@ -17,9 +17,9 @@ from collections.abc import Sequence
 
 from comb.cache.store import PICacheStore
 from comb_serving.config.logs import configure
-from comb_serving.config.options import ServeOptions, instance_dir
+from comb_serving.config.serve_options import ServeOptions, instance_dir
+from comb_serving.encoding.encoder_worker import EncoderWorker, batches, load
 from comb_serving.encoding.protocol import EncodeJob, decode_message, encode_message
-from comb_serving.encoding.worker import EncoderWorker, batches, load
 
 logger = logging.getLogger(__name__)
 

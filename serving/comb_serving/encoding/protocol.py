@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-from comb_serving.pool.handles import PoolHandle
+from comb_serving.pool.capability import PoolHandle
 
 MADE = ("encoded", "compiled")  # tiers of what was computed just now: by an adapter's encoder, by vLLM
 

@@ -22,7 +22,7 @@ from comb_serving.encoding.protocol import (
     encode_message,
     settle,
 )
-from comb_serving.pool.handles import PoolHandle
+from comb_serving.pool.capability import PoolHandle
 
 logger = logging.getLogger(__name__)
 

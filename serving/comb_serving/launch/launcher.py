@@ -27,7 +27,7 @@ from typing import Any
 from comb.backbones.loading import backbone_beside, resolve_name
 from comb.documents.rendering import template_arguments
 from comb_serving.config.instance import READY, instance_folder, note_segments
-from comb_serving.config.options import ADMIN_KEY, ServeOptions
+from comb_serving.config.serve_options import ADMIN_KEY, ServeOptions
 from comb_serving.config.tenants import key_hash
 from comb_serving.launch.start_log import StartLog
 

@@ -20,7 +20,7 @@ from comb.linktokens.config import LinkTokensConfig
 from comb.methods.fronts import DUMMIES
 from comb.model.config import CombConfig
 from comb.model.weights import check_checkpoint
-from comb_serving.config.options import ServeOptions
+from comb_serving.config.serve_options import ServeOptions
 from comb_serving.linking.methods import ADAPTER, FULL, TRAINED, LinkMethod
 
 _OTHER_TOKENIZERS = ("--tokenizer", "--skip-tokenizer", "--trust-remote-code", "--config-format", "--load-format")

@@ -10,7 +10,7 @@ from pathlib import Path
 from comb.cache.atomic import write_whole
 from comb_serving.linking.methods import LinkMethod
 from comb_serving.linking.plan import LinkPlan, Range, check_spans, plan, plan_interiors
-from comb_serving.pool.handles import PoolHandle
+from comb_serving.pool.capability import PoolHandle
 
 MANIFEST = "linking.json"
 

@@ -1,16 +1,21 @@
-"""What a request holds of the pool, and the errors for what it can't have."""
+"""What a request holds of the pool, how it waits for that, and the errors for what it can't have."""
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
+from collections import deque
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from typing import TypeVar
 
 from comb_serving.encoding.protocol import MADE
-from comb_serving.manager.wait_queue import NotYetError
-from comb_serving.pool.handles import PoolHandle
+from comb_serving.pool.capability import PoolHandle
+
+Result = TypeVar("Result")
 
 
-class PoolFullError(NotYetError):
+class PoolFullError(RuntimeError):
     """No room: what is in the pool is in use or pinned. Worth trying again once requests have ended."""
 
 
@@ -24,6 +29,54 @@ class TenantQuotaError(RuntimeError):
 
 class DocumentsTooLargeError(ValueError):
     """Documents of one request that the encoder or the whole pool can't take; trying again won't help."""
+
+
+@dataclass(eq=False)
+class _Waiter:
+    since: float
+    woken: asyncio.Event = field(default_factory=asyncio.Event)
+
+
+class WaitQueue:
+    """Requests that wait for room in the pool, first come, first served.
+
+    Only the first in line tries, whenever something has changed (`wake`), so large ones aren't overtaken. Who waits
+    holds nothing but its place, so two who wait never wait for each other.
+    """
+
+    def __init__(self) -> None:
+        self._waiters: deque[_Waiter] = deque()
+
+    def __len__(self) -> int:
+        return len(self._waiters)
+
+    @property
+    def longest_wait(self) -> float:
+        """Seconds that the first one has waited; 0 if nobody does."""
+        return asyncio.get_running_loop().time() - self._waiters[0].since if self._waiters else 0.0
+
+    def wake(self) -> None:
+        """Something may have been given back."""
+        if self._waiters:
+            self._waiters[0].woken.set()
+
+    async def wait(self, attempt: Callable[[], Result]) -> Result:
+        """The result of `attempt`, made when it is this one's turn, until it no longer raises PoolFullError.
+
+        Cancelled or failed, it leaves the line to the next.
+        """
+        turn = _Waiter(asyncio.get_running_loop().time())
+        self._waiters.append(turn)
+        try:
+            while True:
+                if self._waiters[0] is turn:
+                    with contextlib.suppress(PoolFullError):
+                        return attempt()
+                turn.woken.clear()  # what the attempt itself has given back has been tried
+                await turn.woken.wait()
+        finally:
+            self._waiters.remove(turn)
+            self.wake()
 
 
 @dataclass(frozen=True)

@@ -27,11 +27,11 @@ from comb_serving.manager.leases import (
     PoolFullError,
     PoolPinnedError,
     TenantQuotaError,
+    WaitQueue,
     WantedDocument,
 )
-from comb_serving.manager.wait_queue import WaitQueue
-from comb_serving.pool.handles import PoolHandle
-from comb_serving.pool.pool import PoolLayout
+from comb_serving.pool.capability import PoolHandle
+from comb_serving.pool.shared_pool import PoolLayout
 
 PoolEntry = IndexEntry[PoolHandle]
 

@@ -6,17 +6,17 @@ may go on behind the host's back; `finish` says when others can read it.
 
 from __future__ import annotations
 
+import base64
 import contextlib
 import json
 import os
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
-
-from comb_serving.pool import cuda_ipc
 
 
 class HostMemory:
@@ -60,7 +60,7 @@ class DeviceMemory(HostMemory):
     @classmethod
     def create(cls, path: Path, nbytes: int, device: torch.device) -> DeviceMemory:
         """Raises FileExistsError for a path that is taken, OSError if there is no room, CannotShareError."""
-        cuda_ipc.check_shareable()
+        check_shareable()
         with _new_file(path) as descriptor:
             try:
                 flat = torch.empty(nbytes, dtype=torch.uint8, device=device)
@@ -68,13 +68,13 @@ class DeviceMemory(HostMemory):
                 raise OSError(
                     f"no room for a pool of {nbytes / 2**20:.0f} MiB on {device}: make --comb-pool-bytes smaller"
                 ) from error
-            os.write(descriptor, json.dumps(cuda_ipc.export(flat)).encode())
+            os.write(descriptor, json.dumps(export(flat)).encode())
         return cls(flat)
 
     @classmethod
     def attach(cls, path: Path, nbytes: int) -> DeviceMemory:
         """Raises CannotShareError where this process can't open it."""
-        return cls(cuda_ipc.open_exported(json.loads(path.read_text()))[:nbytes])
+        return cls(open_exported(json.loads(path.read_text()))[:nbytes])
 
     @contextmanager
     def writing(self, source: torch.device) -> Iterator[None]:
@@ -108,3 +108,83 @@ def _new_file(path: Path) -> Iterator[int]:
         raise
     finally:
         os.close(descriptor)
+
+
+# Memory of one GPU is handed from process to process by a handle that fits into a JSON file, by torch's own IPC calls.
+# The owner must keep its tensor for as long as others read or write it; they may come, go and be killed as they like.
+# torch counts receivers so that it can keep memory that the owner frees too early. Here one handle serves several
+# receivers, one after the other or at once, which is right because the owner frees its pool last.
+
+# in the order in which torch gives and takes them, behind the device's number
+_FIELDS = (
+    "handle", "nbytes", "offset", "counter_handle", "counter_offset", "event_handle", "event_sync_required",
+)  # fmt: skip
+_EXPANDABLE = "expandable_segments:true"
+
+
+class CannotShareError(RuntimeError):
+    """This memory can't be handed to another process, or not be opened here."""
+
+
+def check_shareable() -> None:
+    """Raises CannotShareError where memory is allocated in segments that have no such handle."""
+    for name in ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"):
+        if _EXPANDABLE in os.environ.get(name, "").lower().replace(" ", ""):
+            raise CannotShareError(
+                f"{name} has expandable_segments:True, whose memory the encoder process can't open: take that out, or "
+                "give --comb-pool-memory host"
+            )
+
+
+def export(tensor: Tensor) -> dict[str, Any]:
+    """What another process needs to map the whole storage of `tensor`: JSON values only.
+
+    Raises:
+        CannotShareError: for memory that CUDA gives no handle of.
+    """
+    try:
+        device, *values = tensor.untyped_storage()._share_cuda_()
+    except RuntimeError as error:
+        raise CannotShareError(
+            f"CUDA gives no handle of the pool's memory ({error}): is it in a pool of vLLM's (sleep mode), or are "
+            "processes isolated from one another? --comb-pool-memory host keeps documents in host memory"
+        ) from error
+    fields = dict(zip(_FIELDS, values, strict=True))
+    if fields["handle"][1:2] == b"e":  # 'c': from cudaMalloc
+        raise CannotShareError("the pool's memory is in an expandable segment: set expandable_segments:False")
+    named = {name: _to_json(value) for name, value in fields.items()}
+    return {"device": str(torch.cuda.get_device_properties(device).uuid), **named}
+
+
+def open_exported(fields: dict[str, Any]) -> Tensor:
+    """The exporter's storage as bytes [nbytes] uint8, on the same GPU, whichever number it has here.
+
+    Raises:
+        CannotShareError: if this process can't see that GPU, or the exporter is gone.
+    """
+    device = _device(fields["device"])
+    values = [_from_json(fields[name]) for name in _FIELDS]
+    torch.cuda.init()
+    try:
+        with torch.cuda.device(device):
+            storage = torch.UntypedStorage._new_shared_cuda(device, *values)
+    except RuntimeError as error:
+        raise CannotShareError(f"the pool's memory on GPU {fields['device']} can't be opened: {error}") from error
+    return torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
+
+
+def _device(uuid: str) -> int:
+    seen = [str(torch.cuda.get_device_properties(index).uuid) for index in range(torch.cuda.device_count())]
+    if uuid not in seen:
+        raise CannotShareError(
+            f"the pool is on GPU {uuid}, this process sees {seen or 'none'}: let CUDA_VISIBLE_DEVICES name it, too"
+        )
+    return seen.index(uuid)
+
+
+def _to_json(value: Any) -> Any:
+    return {"base64": base64.b64encode(value).decode()} if isinstance(value, bytes) else value
+
+
+def _from_json(value: Any) -> Any:
+    return base64.b64decode(value["base64"], validate=True) if isinstance(value, dict) else value

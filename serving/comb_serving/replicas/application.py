@@ -15,20 +15,19 @@ from ray import serve
 from ray.exceptions import RayActorError
 from ray.serve.config import RequestRouterConfig
 from ray.serve.exceptions import BackPressureError, DeploymentUnavailableError
+from ray.serve.request_router import PendingRequest, RequestRouter, RunningReplica
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.types import Receive, Scope, Send
 
 from comb_serving.api.body import ClientLeftError, header, parse_object, path_of, read_body
-from comb_serving.api.errors import RequestError
 from comb_serving.api.limits import check_counts
+from comb_serving.api.request_error import RequestError
 from comb_serving.api.routes import DOCUMENTS, is_documents
 from comb_serving.config.tenants import sender_of
-from comb_serving.replicas.affinity import RoutedDocument, documents_of
-from comb_serving.replicas.config import ReplicasConfig
+from comb_serving.replicas.affinity import RoutedDocument, documents_of, ranked
 from comb_serving.replicas.registrations import Key, registrations_of
-from comb_serving.replicas.replica import RETRY_AFTER_S, CombReplica, RelayedRequest
-from comb_serving.replicas.routing import DocumentRequestRouter
+from comb_serving.replicas.replica import RETRY_AFTER_S, CombReplica, RelayedRequest, ReplicasConfig
 
 WAIT_SECONDS = 10.0
 _GONE = (RayActorError, DeploymentUnavailableError, BackPressureError)
@@ -144,6 +143,30 @@ def _documents(path: str, raw: bytes, sender: str) -> list[RoutedDocument]:
         return documents_of(body, sender)
     except RequestError:
         return []  # the replica says what is wrong with it
+
+
+class DocumentRequestRouter(RequestRouter):
+    """Ray Serve's routing with an order of its own: replicas ranked by a request's documents (`affinity.ranked`).
+
+    What else routing needs is Ray's: replicas that are full, dead or not there yet, and the queue in front of them.
+    Calls carry ``documents`` (`RoutedDocument`); replicas say their name in `record_replica_metadata`.
+    """
+
+    def initialize_state(self, load_factor: float, load_floor: int) -> None:
+        """Called by Ray with the settings."""
+        self._factor, self._floor = load_factor, load_floor
+
+    async def choose_replicas(
+        self, candidate_replicas: list[RunningReplica], pending_request: PendingRequest | None = None
+    ) -> list[list[RunningReplica]]:
+        """All candidates, the best first; Ray takes the first that isn't full."""
+        documents = ()
+        if pending_request is not None:
+            documents = pending_request.kwargs.get("documents", ())
+            pending_request.routing_context.should_backoff = True  # all may be full: not again at once
+        replicas = {replica.replica_metadata["name"]: replica for replica in candidate_replicas}
+        loads = {name: self.replica_queue_len_cache.get(each.replica_id) or 0 for name, each in replicas.items()}
+        return [[replicas[name]] for name in ranked(documents, loads, factor=self._factor, floor=self._floor)]
 
 
 def application(given: dict[str, Any]) -> Any:

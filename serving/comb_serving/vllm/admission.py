@@ -9,8 +9,9 @@ from typing import Any
 
 from torch import Tensor
 from vllm.v1.sample.logits_processor import LogitsProcessor
+from vllm.v1.worker.gpu.sample.logits_processor.interface import LogitsProcessor as LogitsProcessorV2
 
-from comb_serving.vllm.pool import DocumentCheck
+from comb_serving.vllm.decoder_pool import DocumentCheck
 
 
 class DocumentCheckV1(DocumentCheck, LogitsProcessor):
@@ -27,5 +28,20 @@ class DocumentCheckV1(DocumentCheck, LogitsProcessor):
         """Keeps no state."""
 
     def apply(self, logits: Tensor) -> Tensor:
+        """The same logits."""
+        return logits
+
+
+class DocumentCheckV2(DocumentCheck, LogitsProcessorV2):
+    """For vLLM's V2 model runner, whose logits processors are another class."""
+
+    def __init__(self, vllm_config: Any, req_states: Any) -> None:
+        pass
+
+    def add_request(self, req_idx: int, sampling_params: Any) -> bool:
+        """False: no request's logits are changed."""
+        return False
+
+    def apply(self, logits: Tensor, ctx: Any) -> Tensor:
         """The same logits."""
         return logits

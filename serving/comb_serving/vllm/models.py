@@ -2,12 +2,145 @@
 
 from __future__ import annotations
 
-from typing import Any
+import inspect
+import types
+from collections.abc import Iterable, Iterator
+from typing import TYPE_CHECKING, Any
 
+import torch
+from torch import Tensor, nn
+from vllm.model_executor.model_loader.default_loader import DefaultModelLoader
 from vllm.model_executor.models import ModelRegistry
 
+from comb.backbones.fingerprint import same_embedding
 from comb_serving.vllm import PREFIX
-from comb_serving.vllm.mixin import CombMixin
+from comb_serving.vllm.block import PagedCrossBlock, checkpoint_weights, load_weight
+from comb_serving.vllm.checkpoint import ATTRIBUTE, encoder_config
+from comb_serving.vllm.decoder_pool import capability_of
+from comb_serving.vllm.rows import RequestDocuments
+
+if TYPE_CHECKING:  # what it is mixed into is any of vLLM's model classes
+    from vllm.model_executor.models.llama import LlamaForCausalLM as ModelClass
+else:
+    ModelClass = object
+
+BACKBONE = "comb_backbone."  # in front of names from the backbone's folder
+BLOCKS, ENCODER = "cross_blocks.", "encoder."
+
+
+class CombMixin(ModelClass):
+    """Comes first among the bases of ``Comb<architecture>``; everything else is the backbone's class."""
+
+    def __init__(self, *, vllm_config: Any, prefix: str = "", **options: Any) -> None:
+        super().__init__(vllm_config=vllm_config, prefix=prefix, **options)
+        model_config = vllm_config.model_config
+        adapter = getattr(model_config.hf_config, ATTRIBUTE)
+        self.comb = RequestDocuments(capability_of)
+        self.comb_config = encoder_config(model_config.hf_config)
+        self._comb_vllm_config = vllm_config
+        self.comb_blocks: dict[str, PagedCrossBlock] = {}
+        # read after the checkpoint itself, which holds the adapter
+        self.secondary_weights = [DefaultModelLoader.Source(adapter["backbone"], adapter["revision"], prefix=BACKBONE)]
+        layers = decoder_layers(self, model_config.hf_text_config.num_hidden_layers)
+        known = vllm_config.compilation_config.static_forward_context
+        self.comb.blocks = len(adapter["layers"])
+        for index, layer in enumerate(adapter["layers"]):
+            block = PagedCrossBlock(self.comb_config, index, self.comb, f"{prefix}comb.{index}")
+            known[block.name] = self.comb_blocks[f"{BLOCKS}{index}."] = block
+            put_in_front(layers[layer], block)
+
+    def load_weights(self, weights: Iterable[tuple[str, Tensor]]) -> set[str]:
+        """The backbone's weights go through its own loader, the adapter's into the cross blocks; no encoder here.
+
+        Raises:
+            ValueError: if the checkpoint lacks a weight of the cross blocks, one is not finite, or the backbone's
+                embedding isn't the one that the adapter was trained on.
+        """
+        fingerprint = getattr(self._comb_vllm_config.model_config.hf_config, ATTRIBUTE)["fingerprint"]
+        missing = {  # what the cross blocks still wait for: name in the checkpoint -> parameter, part of it
+            start + name: (weight, part)
+            for start, block in self.comb_blocks.items()
+            for name, weight, part in checkpoint_weights(block)
+        }
+        ours = {id(weight) for weight, _ in missing.values()}
+        same: list[bool] = []  # of weights with the embedding's shape, as names differ: whether it is the adapter's
+
+        def of_backbone() -> Iterator[tuple[str, Tensor]]:
+            for name, tensor in weights:
+                if not name.startswith(BACKBONE):
+                    self._load_adapter(name, tensor, missing)
+                    continue
+                if fingerprint is not None and list(tensor.shape) == fingerprint["embedding_shape"]:
+                    same.append(same_embedding(tensor, fingerprint))
+                yield name.removeprefix(BACKBONE), tensor
+
+        names = set(super().load_weights(of_backbone()))
+        if missing:
+            such = list(missing)[:3]
+            raise ValueError(f"the checkpoint lacks {len(missing)} weights of its cross blocks, such as {such}")
+        if same and not any(same):
+            place = self.secondary_weights[-1].model_or_path
+            raise ValueError(f"the embedding in {place} differs from the one that this adapter was trained on")
+        return names | {name for name, weight in self.named_parameters() if id(weight) in ours}
+
+    def _load_adapter(self, name: str, tensor: Tensor, missing: dict[str, tuple[nn.Parameter, int | None]]) -> None:
+        """Loads a weight of the cross blocks, which is no longer missing; nothing for one of the encoder's."""
+        if name not in missing:
+            if not name.startswith(ENCODER):
+                raise ValueError(f"the checkpoint has a weight {name!r} that belongs to no part of this adapter")
+            return
+        if not bool(torch.isfinite(tensor).all()):
+            raise ValueError(f"adapter weight {name} holds NaN or infinity: the checkpoint is damaged")
+        weight, part = missing.pop(name)
+        load_weight(weight, tensor, part)
+
+    def get_model_state_cls(self) -> type:
+        """For vLLM's V2 model runner: the backbone's model state, which also knows documents."""
+        from vllm.v1.worker.gpu.model_states import resolve_model_state_cls
+
+        from comb_serving.vllm.gpu_worker import with_documents
+
+        own = getattr(super(), "get_model_state_cls", None)
+        if own is not None:
+            return with_documents(own())
+        plain: Any = types.SimpleNamespace(modules=self.modules)  # the model without this method
+        return with_documents(resolve_model_state_cls(self._comb_vllm_config, plain))
+
+
+def decoder_layers(model: nn.Module, count: int) -> nn.ModuleList:
+    """The list of `count` decoder layers. Raises ValueError if there is none."""
+    lists = [(name, module) for name, module in model.named_modules() if isinstance(module, nn.ModuleList)]
+    fitting = [(name, module) for name, module in lists if len(module) == count]
+    if not fitting:
+        found = {name: len(module) for name, module in lists}
+        raise ValueError(f"no list of {count} decoder layers in {type(model).__name__}, only {found}")
+    return min(fitting, key=lambda pair: pair[0].count("."))[1]
+
+
+def put_in_front(layer: nn.Module, block: nn.Module) -> None:
+    """The layer's input passes through `block` first. Names of the layer's own parameters stay as they are.
+
+    Raises:
+        ValueError: for a layer that takes no `hidden_states`.
+    """
+    # looked up once here, not at each call: torch.compile traces hooks
+    names = list(inspect.signature(layer.forward).parameters)
+    if "hidden_states" not in names:
+        kind = type(layer).__name__
+        raise ValueError(f"{kind} can't get a cross block: its forward takes {names}, not hidden_states")
+    hidden_at = names.index("hidden_states")
+    residual_at = names.index("residual") if "residual" in names else len(names)
+
+    def mix(layer: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        residual = args[residual_at] if residual_at < len(args) else kwargs.get("residual")
+        if hidden_at < len(args):
+            hidden, _ = layer.comb(args[hidden_at], residual)
+            return (*args[:hidden_at], hidden, *args[hidden_at + 1 :]), kwargs
+        hidden, _ = layer.comb(kwargs["hidden_states"], residual)
+        return args, {**kwargs, "hidden_states": hidden}
+
+    layer.add_module("comb", block)
+    layer.register_forward_pre_hook(mix, with_kwargs=True)
 
 
 def __getattr__(name: str) -> Any:

@@ -13,9 +13,8 @@ from torch import Tensor
 from comb.kernels.paged.layout import BlockTable, PagedBatch
 from comb.kernels.paged.plan import to_device
 from comb.waits import on_device
-from comb_serving.pool.capability import Capability
-from comb_serving.pool.handles import unpack
-from comb_serving.pool.pool import SharedPool
+from comb_serving.pool.capability import Capability, unpack
+from comb_serving.pool.shared_pool import SharedPool
 
 
 @dataclass(frozen=True)
@@ -56,15 +55,15 @@ class StepDocuments:
 class RequestDocuments:
     """Documents of the requests that this worker knows, by request id: batch positions are reused, ids are not.
 
-    Shared by all cross blocks of a model. Whoever knows the batch (`worker.RunnerRows`, `state.CombModelState`)
-    calls `begin` in front of each forward pass.
+    Shared by all cross blocks of a model. Whoever knows the batch (`gpu_worker`) calls `begin` in front of each forward
+    pass.
 
     Attributes:
         pool: where documents lie; None when the instance has none, and then no request has documents.
         verified: what a request's token says. Raises ValueError unless this instance has signed it.
         step: the forward pass that is running. blocks: of the model; mixed: those that have run in this step.
         room: [tokens, 1] bool on the model's device, where captured graphs look which tokens have documents.
-        full_graphs: whether steps with documents are kept out of graphs that hold a whole step (`graphs`).
+        full_graphs: whether steps with documents are kept out of graphs that hold a whole step (`gpu_worker`).
     """
 
     verified: Callable[[object], Capability]

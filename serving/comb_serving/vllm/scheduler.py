@@ -19,7 +19,7 @@ from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.engine import FinishReason
 
 from comb_serving.pool.capability import MARK
-from comb_serving.vllm.pool import capability_of, token_of
+from comb_serving.vllm.decoder_pool import capability_of, token_of
 
 if TYPE_CHECKING:  # what it is mixed into
     from vllm.v1.core.sched.scheduler import Scheduler as SchedulerClass

@@ -12,11 +12,11 @@ from comb_serving.vllm.fixed_weights import check_no_transfer
 
 # connectors that find caches by block hashes, to which the salt of documents belongs; others go by token ids
 SALTED_CONNECTORS = ("OffloadingConnector", "SimpleCPUOffloadConnector")
-CHECKS = {False: "comb_serving.vllm.admission:DocumentCheckV1", True: "comb_serving.vllm.admission_v2:DocumentCheckV2"}
+CHECKS = {False: "comb_serving.vllm.admission:DocumentCheckV1", True: "comb_serving.vllm.admission:DocumentCheckV2"}
 SCHEDULER = "comb_serving.vllm.scheduler.make_scheduler"
-WORKER = "comb_serving.vllm.worker.CombGPUWorker"
-WORKER_V2 = "comb_serving.vllm.worker.CombGPUWorkerV2"
-WORKER_CPU = "comb_serving.vllm.worker_cpu.CombCPUWorker"
+WORKER = "comb_serving.vllm.gpu_worker.CombGPUWorker"
+WORKER_V2 = "comb_serving.vllm.gpu_worker.CombGPUWorkerV2"
+WORKER_CPU = "comb_serving.vllm.cpu_worker.CombCPUWorker"
 
 
 def config_hook(backbone: type[VerifyAndUpdateConfig] | None) -> type[VerifyAndUpdateConfig]:

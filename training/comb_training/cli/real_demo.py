@@ -1,8 +1,8 @@
 """`comb demo --model NAME`: a real language model asked about real passages, with an adapter trained before.
 
-Ten questions over four passages each (`comb_training.cli.passages`), put as the adapter was trained: its training.json
-says how, or, where there is no adapter, the recipe in configs/. The methods' answers stand side by side; one table at
-the end says how often they are right, how far they are from full recompute, and what they cost.
+Ten questions over four passages each (passages.yaml), put as the adapter was trained: its training.json says how, or,
+where there is no adapter, the recipe in configs/. The methods' answers stand side by side; one table at the end says
+how often they are right, how far they are from full recompute, and what they cost.
 """
 
 from __future__ import annotations
@@ -12,17 +12,18 @@ from dataclasses import replace
 from pathlib import Path
 
 import torch
+import yaml
 from rich.console import Console
 from rich.markup import escape
 
-from comb.backbones.half_precision import is_slow
+from comb.backbones.loading import is_slow
 from comb.backbones.tokenizer import load_tokenizer
+from comb.documents.document import Document, Example
 from comb.evaluation.compare import compare, measure_times, question_name
 from comb.evaluation.journal import Journal
 from comb.evaluation.setting import NO_DOCUMENTS, AnswerRules, Setting
 from comb.evaluation.summary import comparison_tables, summarize
 from comb.evaluation.table import Column, TextTable, divergence
-from comb_training.cli.passages import demo_questions
 from comb_training.config import Config, load_config, trained_config
 from comb_training.data.mixture import prompt_builder
 from comb_training.models.loading import device_of, dtype_of, load_checkpoint
@@ -101,3 +102,19 @@ def _how_to_ask(model_name: str, folder: Path, *, given: bool) -> tuple[Config, 
             f"in {folder}. Run in a checkout with --model smollm2-135m, or give an adapter's folder with --adapter"
         )
     return load_config(recipe), found
+
+
+DOCUMENTS = 4
+_OTHERS = (3, 5, 8)  # how many places further on the passages stand that a question gets beside its own
+
+
+def demo_questions() -> list[Example]:
+    """A question about each passage, over it and three others; the right one stands at each place in turn."""
+    rows = yaml.safe_load(Path(__file__).with_name("passages.yaml").read_text(encoding="utf-8"))
+    passages = [Document(row["text"], id=f"passage-{number}") for number, row in enumerate(rows)]
+    questions = []
+    for number, row in enumerate(rows):
+        documents = [passages[(number + further) % len(passages)] for further in _OTHERS]
+        documents.insert(number % DOCUMENTS, passages[number])
+        questions.append(Example(tuple(documents), row["question"], row["answer"], id=f"passage-{number}"))
+    return questions

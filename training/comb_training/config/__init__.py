@@ -6,8 +6,7 @@ key and what was expected. `Config.to_dict` is what training.json holds.
 
 from comb_training.config.data import DataConfig, MixtureEntry
 from comb_training.config.read import config_from_dict, load_config, of_file, override, trained_config
-from comb_training.config.sections import Config, ModelConfig
-from comb_training.config.train import TrainConfig
+from comb_training.config.sections import Config, ModelConfig, TrainConfig
 
 __all__ = [
     "Config", "DataConfig", "MixtureEntry", "ModelConfig", "TrainConfig", "config_from_dict", "load_config", "of_file",

@@ -21,8 +21,7 @@ from comb.documents.files import read_text
 from comb.evaluation.record import read_training
 from comb.hub.card.facts import TRAINING
 from comb_training.config.data import DataConfig, MixtureEntry, other_rows
-from comb_training.config.sections import Config, EvalConfig, ModelConfig
-from comb_training.config.train import TrainConfig
+from comb_training.config.sections import Config, EvalConfig, ModelConfig, TrainConfig
 
 SECTIONS: dict[str, type] = {"model": ModelConfig, "data": DataConfig, "train": TrainConfig, "eval": EvalConfig}
 
@@ -30,10 +29,12 @@ GONE = {
     "data.cache": "rows are tokenised by each run; leave it out",
     "data.cache_dir": "rows are tokenised by each run; leave it out",
     "eval.batch_size": "questions are asked one by one; leave it out",
+    "eval.timing_examples": "times are those of 8 questions; leave it out",
     "model.fit_passages": "heads start as copies; leave it out",
     "train.adam_beta2": "it is 0.98",
     "train.eval_answers": "questions are answered when the run is over, by eval.methods; leave it out",
     "train.final_learning_rate": "the cosine ends at 0.02 of the peak",
+    "train.gate_learning_rate_multiplier": "gates learn 10 times as fast as the rest; leave it out",
     "train.lora_alpha": "it is 16: LoRA's scale is 16 / train.lora_rank",
     "train.lora_dropout": "there is none",
     "train.run_name": "a run is called as its train.output_dir",

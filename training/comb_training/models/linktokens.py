@@ -18,7 +18,7 @@ from comb.backbones.rotary import primer_limit
 from comb.backbones.tokenizer import load_tokenizer
 from comb.documents.datasets import Counts
 from comb.documents.document import Prompt
-from comb.linking.blocks import FRESH, PADDING
+from comb.linking.masks import FRESH, PADDING
 from comb.linktokens.modeling import LinkTokensForCausalLM
 from comb_training.config import Config
 from comb_training.data.batches import Collator, TrainingExample

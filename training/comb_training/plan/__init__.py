@@ -26,9 +26,9 @@ from comb_training.plan.activations import PassSize
 from comb_training.plan.counting import Parameters, Trained, first_line, meta_model
 from comb_training.plan.memory import GpuMemory, deepspeed_settings, memory_of, other_ways
 from comb_training.trainer import distributed
+from comb_training.trainer.optimizer import total_steps
 from comb_training.trainer.prepare import tokenized
 from comb_training.trainer.sampler import batch_sampler
-from comb_training.trainer.schedule import total_steps
 
 
 @dataclass

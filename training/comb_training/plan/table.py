@@ -12,7 +12,7 @@ from comb_training.plan import Plan
 from comb_training.plan.activations import FACTOR
 from comb_training.plan.counting import Parameters
 from comb_training.plan.memory import GpuMemory
-from comb_training.trainer.schedule import UNLIMITED_STEPS
+from comb_training.trainer.optimizer import UNLIMITED_STEPS
 
 EXPLANATION = (
     "Weights and states are exact for one process. Activations are an estimate for softmax attention and gated MLPs, "
@@ -47,12 +47,9 @@ def blocks(plan: Plan) -> Iterator[FittedTable | str]:
 def _sums(parameters: Parameters) -> str:
     share = 100 * parameters.trained / parameters.total
     counts = {"frozen": parameters.frozen, "trained": parameters.trained}
-    parts = ", ".join(f"{count:,} ({_short(count)}) {name}" for name, count in counts.items())
+    short = {name: f"{n / 1e9:.2f} B" if n >= 10**8 else f"{n / 1e6:.2f} M" for name, n in counts.items()}
+    parts = ", ".join(f"{count:,} ({short[name]}) {name}" for name, count in counts.items())
     return f"Parameters: {parts}, {share:.1f}% of all.\n"
-
-
-def _short(count: int) -> str:
-    return f"{count / 1e9:.2f} B" if count >= 10**8 else f"{count / 1e6:.2f} M"
 
 
 def _memory_table(plan: Plan) -> FittedTable:

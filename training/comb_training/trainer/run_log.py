@@ -18,7 +18,7 @@ from tqdm import tqdm
 
 from comb_training.config import TrainConfig
 from comb_training.trainer import distributed
-from comb_training.trainer.schedule import LearningRateSchedule
+from comb_training.trainer.optimizer import LearningRateSchedule
 
 logger = logging.getLogger(__name__)
 

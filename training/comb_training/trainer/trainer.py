@@ -36,13 +36,12 @@ from comb_training.trainer.checkpoints import (
     new_checkpoint,
     save_random_state,
 )
+from comb_training.trainer.distributed import asked_to_stop
 from comb_training.trainer.heldout import heldout_losses
 from comb_training.trainer.objective import Objective, check_positions, document_lengths, out_of_memory
-from comb_training.trainer.optimizer import adamw
+from comb_training.trainer.optimizer import LearningRateSchedule, adamw, total_steps
 from comb_training.trainer.run_log import RunLog
 from comb_training.trainer.sampler import batch_sampler
-from comb_training.trainer.schedule import LearningRateSchedule, total_steps
-from comb_training.trainer.termination import asked_to_stop
 from comb_training.trainer.weights import load_engine, published_weights, settle_engine, trained_weights
 
 logger = logging.getLogger(__name__)

@@ -7,6 +7,7 @@ the pool into its blocks, keys re-rotated; the scheduler has seams computed as r
 the request's blocks. All rows of a step write their keys and values in a layer before any of them attends, so one step
 is exact. Then the request goes on like one with a cached prefix.
 
-`scheduler` (what is computed when, and under which hash), `connector` (what is told to the worker), `worker` and `pool`
-(the documents), `positions` (how keys are re-rotated), `cache_access` (vLLM's cache), `setup` (its options).
+`scheduler` (what is computed when, and under which hash), `connector` (what is told to the worker), `pool_worker` and
+`document_pool` (the documents), `positions` (how keys are re-rotated), `cache_access` (vLLM's cache), `setup` (its
+options).
 """

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorMetadata
 
-from comb_serving.pool.handles import PoolHandle
+from comb_serving.pool.capability import PoolHandle
 
 Blocks = tuple[list[int], ...]
 

@@ -12,7 +12,7 @@ from typing import Any
 
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1, KVConnectorRole, SupportsHMA
 
-from comb_serving.config.options import instance_dir
+from comb_serving.config.serve_options import instance_dir
 from comb_serving.linking.layout import LinkingLayout
 from comb_serving.linking.methods import LinkMethod
 from comb_serving.linking.plan import LinkPlan, Range
@@ -25,8 +25,8 @@ from comb_serving.vllm.linking.commands import (
     LoadCommand,
     SaveCommand,
 )
+from comb_serving.vllm.linking.document_pool import DocumentPool
 from comb_serving.vllm.linking.links import RequestLink, link_of
-from comb_serving.vllm.linking.pool import DocumentPool
 from comb_serving.vllm.linking.setup import check_groups, method_of
 
 
@@ -58,7 +58,7 @@ class SeamJob:
 class LinkingConnector(KVConnectorBase_V1, SupportsHMA):
     """Both sides; the scheduler's has `links`, `jobs` and no pool, the worker's a pool and nothing else."""
 
-    pool: DocumentPool | None = None  # the worker brings it (`worker.LinkingWorker`)
+    pool: DocumentPool | None = None  # the worker brings it (`pool_worker`)
     requests: dict[str, Any]  # the scheduler's
 
     def __init__(self, vllm_config: Any, role: KVConnectorRole, kv_cache_config: Any) -> None:

@@ -12,9 +12,8 @@ from comb_serving.linking.layout import LinkingLayout
 from comb_serving.linking.methods import LinkMethod
 from comb_serving.linking.plan import LinkPlan, LoadedRange, Range, interior
 from comb_serving.linking.reports import name_of
-from comb_serving.pool.capability import COMPILE
-from comb_serving.pool.handles import PoolHandle, unpack
-from comb_serving.vllm.pool import capability_of, token_of
+from comb_serving.pool.capability import COMPILE, PoolHandle, unpack
+from comb_serving.vllm.decoder_pool import capability_of, token_of
 
 
 @dataclass

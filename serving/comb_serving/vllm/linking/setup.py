@@ -13,7 +13,7 @@ from comb.backbones.rotary import primer_limit
 from comb.backbones.tokenizer import load_tokenizer
 from comb.linktokens.config import LinkTokensConfig
 from comb.methods.fronts import dummy_ids
-from comb_serving.config.options import ServeOptions
+from comb_serving.config.serve_options import ServeOptions
 from comb_serving.linking.methods import LinkMethod
 from comb_serving.vllm.fixed_weights import check_no_transfer
 from comb_serving.vllm.versions import TESTED, is_tested
@@ -21,7 +21,7 @@ from comb_serving.vllm.versions import TESTED, is_tested
 CONNECTOR = "LinkingConnector"
 CONNECTOR_MODULE = "comb_serving.vllm.linking.connector"
 SCHEDULER = "comb_serving.vllm.linking.scheduler.make_scheduler"
-WORKER = "comb_serving.vllm.linking.worker.LinkingWorker"
+WORKER = "comb_serving.vllm.linking.pool_worker.LinkingWorker"
 
 LEAST_TOKENS = 8  # in a step: interiors are never computed token by token
 

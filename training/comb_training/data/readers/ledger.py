@@ -1,4 +1,4 @@
-"""Logs that later documents overwrite, generated on the fly (`comb_training.nano.ledger`): what `nano-ledger` can do.
+"""Logs that later documents overwrite, generated on the fly (`comb_training.nano.world`): what `nano-ledger` can do.
 
 document: a log of entries ("Mary: garden."); query: where somebody is now; answer: the place in the last entry on the
 name, whichever document has it. The sides of the split are drawn from other seeds.
@@ -12,7 +12,7 @@ from pathlib import Path
 from comb.documents.datasets import Counts, Dataset, datasets
 from comb.documents.document import Document, Example
 from comb_training.data.grouping import Split
-from comb_training.nano.ledger import LARGEST, ledger
+from comb_training.nano.world import LARGEST_LEDGER, ledger
 
 
 @datasets.register("ledger")
@@ -22,9 +22,9 @@ def read_ledger(
     split: Split = "heldout",
     seed: int = 0,
     limit: int | None = None,
-    num_documents: int = LARGEST[1],
-    names: int = LARGEST[0],
-    entries: int = LARGEST[2],
+    num_documents: int = LARGEST_LEDGER[1],
+    names: int = LARGEST_LEDGER[0],
+    entries: int = LARGEST_LEDGER[2],
     scenes: int = 400,
 ) -> Dataset:
     """Generates one question over each of `scenes` sets of logs; the same seed gives the same ones.

@@ -10,14 +10,15 @@ from vllm.distributed import get_tensor_model_parallel_rank, get_tensor_model_pa
 from vllm.distributed.kv_transfer import get_kv_transfer_group
 
 from comb.backbones.identity import weights_fingerprint
-from comb.linktokens.published import published_front
-from comb_serving.config.options import ServeOptions, instance_dir
+from comb.linktokens.front import published_front
+from comb_serving.config.serve_options import ServeOptions, instance_dir
 from comb_serving.encoding.kept import kept_store
 from comb_serving.linking.layout import LinkingLayout
-from comb_serving.pool.handles import PoolHandle
+from comb_serving.pool.capability import PoolHandle
+from comb_serving.vllm.decoder_pool import total_bytes
 from comb_serving.vllm.fixed_weights import FixedWeights
 from comb_serving.vllm.linking.connector import LinkingConnector
-from comb_serving.vllm.linking.pool import DocumentPool
+from comb_serving.vllm.linking.document_pool import DocumentPool
 from comb_serving.vllm.linking.setup import (
     check_backbone,
     check_engine,
@@ -28,7 +29,6 @@ from comb_serving.vllm.linking.setup import (
     method_of,
 )
 from comb_serving.vllm.linking.tiers import KeptDocuments
-from comb_serving.vllm.pool import total_bytes
 
 
 class PoolWorker(FixedWeights):

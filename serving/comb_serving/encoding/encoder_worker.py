@@ -21,10 +21,10 @@ from comb.backbones.tokenizer import check_tokenizer, load_tokenizer
 from comb.cache.picache import CrossPICache
 from comb.cache.store import PICacheStore, PICacheTooLargeError, StoreFullError
 from comb.model.modeling import ENCODE_BATCH_TOKENS, CombForCausalLM
-from comb_serving.config.options import ServeOptions, pool_path
+from comb_serving.config.serve_options import ServeOptions, pool_path
 from comb_serving.encoding.kept import kept_bytes, kept_store
 from comb_serving.encoding.protocol import EncodeJob
-from comb_serving.pool.pool import SharedPool
+from comb_serving.pool.shared_pool import SharedPool
 
 logger = logging.getLogger(__name__)
 

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from comb.linktokens.front import FrontKeyValues
-from comb_serving.pool.handles import PoolHandle
+from comb_serving.pool.capability import PoolHandle
 from comb_serving.vllm.linking.cache_access import CacheReader, cached_layers, linear_layers, token_shape, write
 from comb_serving.vllm.linking.commands import Blocks, LinkingMetadata, LoadCommand, SaveCommand
 from comb_serving.vllm.linking.positions import KeyPositions, find_positions

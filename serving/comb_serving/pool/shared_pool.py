@@ -21,7 +21,7 @@ from torch import Tensor
 from comb.cache.atomic import write_whole
 from comb.cache.quantization import quantize
 from comb.kernels.paged.layout import FP8, BlockTable, PagedLayer, take
-from comb_serving.pool.handles import PoolHandle
+from comb_serving.pool.capability import PoolHandle
 from comb_serving.pool.memory import MEMORIES, HostMemory
 
 MANIFEST = ".json"
@@ -116,7 +116,7 @@ class SharedPool:
         Raises:
             FileExistsError: if the path is taken: by a running instance, or one that was killed.
             OSError: if there is no room for it.
-            cuda_ipc.CannotShareError: if it is on a GPU and can't be handed to other processes.
+            memory.CannotShareError: if it is on a GPU and can't be handed to other processes.
         """
         path, device = Path(path), torch.device(device)
         layout = replace(layout, memory="cuda" if device.type == "cuda" else "host")
@@ -130,7 +130,7 @@ class SharedPool:
 
         Raises:
             FileNotFoundError: while it isn't complete.
-            cuda_ipc.CannotShareError: if it is on a GPU that this process can't reach.
+            memory.CannotShareError: if it is on a GPU that this process can't reach.
         """
         path = Path(path)
         layout = PoolLayout(**json.loads(manifest_of(path).read_text()))

@@ -14,11 +14,9 @@ import torch
 
 from comb.model.config import CombEncoderConfig
 from comb_serving.config.instance import read_secret
-from comb_serving.config.options import INSTANCE_DIR, ServeOptions, instance_dir, pool_path
-from comb_serving.config.sizes import parse_pool_size
-from comb_serving.pool.capability import KEY, Capability
-from comb_serving.pool.handles import unpack
-from comb_serving.pool.pool import PoolLayout, SharedPool, manifest_of
+from comb_serving.config.serve_options import INSTANCE_DIR, ServeOptions, instance_dir, parse_pool_size, pool_path
+from comb_serving.pool.capability import KEY, Capability, unpack
+from comb_serving.pool.shared_pool import PoolLayout, SharedPool, manifest_of
 
 
 def own_path(rank: int = 0) -> Path | None:

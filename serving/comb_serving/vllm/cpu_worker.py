@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from vllm.v1.worker.cpu_worker import CPUWorker
 
-from comb_serving.vllm.worker import PoolOwner
+from comb_serving.vllm.gpu_worker import PoolOwner
 
 
 class CombCPUWorker(PoolOwner, CPUWorker):
