@@ -99,9 +99,9 @@ def test_committed_adapters_are_small_and_say_how_they_are_asked() -> None:
 
 
 def test_options_of_the_demo_that_trains_are_not_ignored() -> None:
-    shown = invoke("demo", "--model", "smollm2-135m", "--train-seconds", "5")
+    shown = invoke("demo", "--model", "smollm2-135m", "--train-steps", "5")
     assert isinstance(shown.exception, ValueError)
-    assert "--train-seconds" in str(shown.exception)
+    assert "--train-steps" in str(shown.exception)
 
 
 def test_every_question_stands_over_its_own_passage_and_three_others() -> None:

@@ -243,7 +243,7 @@ def test_commands_say_what_is_missing(backbone_folder: Path, tmp_path: Path) -> 
 
 def test_the_demo_trains_as_the_nano_recipe_does() -> None:
     recipe = load_config(Path(__file__).resolve().parents[2] / "configs" / "nano.yaml")
-    ours = demonstration.demo_config(recipe.train.output_dir, recipe.train.max_seconds, recipe.train.seed)
+    ours = demonstration.demo_config(recipe.train.output_dir, recipe.train.steps, recipe.train.seed)
     assert (ours.data, ours.train) == (recipe.data, recipe.train)
     assert dataclasses.replace(ours.model, device=recipe.model.device) == recipe.model
 

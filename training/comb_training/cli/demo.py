@@ -20,7 +20,7 @@ def demo(
         Path | None, typer.Option(help="Folder of a trained adapter to ask; default: the one in training/adapters.")
     ] = None,
     output_dir: Annotated[Path, typer.Option(help="nano: folder for adapter, table and plots.")] = Path("out/demo"),
-    train_seconds: Annotated[float, typer.Option(help="nano: seconds of training.")] = 90.0,
+    train_steps: Annotated[int, typer.Option(help="nano: steps of training.")] = 300,
     questions: Annotated[int, typer.Option(help="nano: held-out questions in the table.")] = 200,
     seed: Annotated[int, typer.Option(help="nano: of data and training.")] = 0,
 ) -> None:
@@ -29,7 +29,7 @@ def demo(
     if model != NANO or adapter is not None:
         from comb_training.cli.real_demo import run_real_demo
 
-        trains = ("output_dir", "train_seconds", "questions", "seed")
+        trains = ("output_dir", "train_steps", "questions", "seed")
         # by name, not by class: typer has a copy of click of its own
         given = [name for name in trains if getattr(context.get_parameter_source(name), "name", "") == "COMMANDLINE"]
         if given:
@@ -39,7 +39,7 @@ def demo(
         return
     from comb_training.cli.demonstration import run_demo
 
-    passed = run_demo(output_dir, train_seconds=train_seconds, questions=questions, seed=seed, console=console)
+    passed = run_demo(output_dir, train_steps=train_steps, questions=questions, seed=seed, console=console)
     console.print("The same questions put to a real language model: [bold]comb demo --model smollm2-135m[/bold]")
     if not passed:
         raise typer.Exit(1)
