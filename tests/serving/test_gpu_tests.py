@@ -24,4 +24,4 @@ def test_they_run_on_a_cpu() -> None:
     )  # fmt: skip
     assert done.returncode == 0, done.stdout[-5000:] + done.stderr[-2000:]
     # adapters in two shapes, linked documents, the server; left out are kernels, graphs, IPC and two ranks
-    assert "4 passed, 16 skipped" in done.stdout, done.stdout[-3000:]
+    assert "3 passed, 11 skipped" in done.stdout, done.stdout[-3000:]
