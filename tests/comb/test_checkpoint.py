@@ -224,3 +224,14 @@ def test_keys_and_weights_of_a_newer_version_are_named(saved: Path, caplog: pyte
 def test_configurations_that_make_no_sense(values: dict[str, object], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         CombConfig(**{"cross_attention_layers": [1, 2], "encoder_config": {"num_hidden_layers": 2}, **values})
+
+
+def test_forms_that_are_gone_are_refused_by_name(saved: Path) -> None:
+    folder = saved / "adapter"
+    encoder = json.loads((folder / "config.json").read_text())["encoder_config"]
+    # as adapters of the form that is left had them
+    edit(folder / "config.json", encoder_config={**encoder, "shared_layers": False, "sink": "token"})
+    assert not hasattr(CombForCausalLM.from_pretrained(folder).config.encoder_config, "shared_layers")
+    edit(folder / "config.json", encoder_config={**encoder, "shared_layers": True, "primer": [5]})
+    with pytest.raises(ValueError, match=r"any more \(primer, shared_layers\): train a front"):
+        CombForCausalLM.from_pretrained(folder)
