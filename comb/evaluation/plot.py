@@ -106,34 +106,6 @@ class Bars:
 
 
 @dataclass(frozen=True)
-class Grid:
-    """A heat map of shares in percent by `x` and `y`, grey where there is none."""
-
-    rows: Sequence[Row]
-    x: str
-    y: str
-    value: str
-    title: str
-    labels: tuple[str, str]
-
-    def draw(self, axes: Any) -> None:
-        """With every cell's value in it."""
-        columns, lines = (sorted({row[key] for row in self.rows}) for key in (self.x, self.y))
-        values = {(row[self.y], row[self.x]): row.get(self.value) for row in self.rows}
-        cells = [[values.get((line, column)) for column in columns] for line in lines]
-        numbers = [[float("nan") if value is None else 100 * value for value in row] for row in cells]
-        axes.grid(visible=False)
-        axes.set_facecolor("#dddddd")
-        axes.imshow(numbers, cmap="RdYlGn", vmin=0, vmax=100, aspect="auto")
-        for y, row in enumerate(numbers):
-            for x, value in enumerate(row):
-                axes.text(x, y, "-" if value != value else f"{value:.0f}", ha="center", va="center")
-        axes.set_xticks(range(len(columns)), columns)
-        axes.set_yticks(range(len(lines)), lines)
-        axes.set(title=self.title, xlabel=self.labels[0], ylabel=self.labels[1])
-
-
-@dataclass(frozen=True)
 class Quality:
     """Quality against time to first token: hollow cold, filled cached (EPIC Fig. 6). Refused methods are left out.
 

@@ -99,15 +99,6 @@ def pack(handles: Sequence[PoolHandle]) -> list[int]:
     return [number for handle in handles for number in (handle.tokens, len(handle.blocks), *handle.blocks)]
 
 
-def token_counts(numbers: Sequence[int]) -> list[int]:
-    """How many tokens each document of `pack` has; of numbers that `unpack` takes."""
-    counts, at = [], 0
-    while at < len(numbers):
-        counts.append(numbers[at])
-        at += 2 + numbers[at + 1]
-    return counts
-
-
 def unpack(numbers: Sequence[int], *, num_blocks: int, block_size: int, more: int = 0) -> list[PoolHandle]:
     """The handles of `pack`.
 
