@@ -409,11 +409,6 @@ class Method(ABC):
         return type(self).link_batch is not Method.link_batch
 
     @property
-    def compile_depth(self) -> float:
-        """Share of the backbone's layers that a token passes in `compile`."""
-        return 0.0 if self.keeps_tokens_only or self.uses_encoder else 1.0
-
-    @property
     def backbone(self) -> Any:
         """The plain Hugging Face model, without COMB's cross blocks."""
         return backbone_of(self.model)

@@ -67,11 +67,6 @@ class CombEncoderConfig(PreTrainedConfig):
                 "(configs/front.yaml), which leaves less of the divergence, or ask it with the version that made it"
             )
         check_types(self)
-        self.check()
-        super().__post_init__(**kwargs)
-
-    def check(self) -> None:
-        """Raises ValueError for values that make no sense."""
         if self.qk_norm not in QK_NORMS:
             raise ValueError(f"qk_norm is one of {', '.join(QK_NORMS)}, not {self.qk_norm!r}")
         if self.norm_placement not in NORM_PLACEMENTS:
@@ -81,6 +76,7 @@ class CombEncoderConfig(PreTrainedConfig):
                 f"num_attention_heads ({self.num_attention_heads}) must be a multiple of "
                 f"num_key_value_heads ({self.num_key_value_heads})"
             )
+        super().__post_init__(**kwargs)
 
     @property
     def cross_bias(self) -> bool:

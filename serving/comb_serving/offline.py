@@ -20,7 +20,7 @@ from comb.backbones.loading import resolve_name
 from comb.documents.document import Document, PromptBuilder
 from comb_serving.api.choice import MethodChoice
 from comb_serving.api.conversion import as_rendered, renders_alike
-from comb_serving.api.preprocessor import NO_PLACE, PreprocessedRequest, Preprocessor, tokenizer_of
+from comb_serving.api.preprocessor import PreprocessedRequest, Preprocessor, tokenizer_of
 from comb_serving.api.request_error import RequestError
 from comb_serving.api.response import report
 from comb_serving.api.routes import CHAT, COMPLETIONS
@@ -32,7 +32,7 @@ from comb_serving.linking.layout import LinkingLayout
 from comb_serving.linking.methods import LinkMethod
 from comb_serving.linking.reports import ReportReceiver, name_of
 from comb_serving.manager.leases import Lease
-from comb_serving.manager.manager import PICManager
+from comb_serving.manager.manager import NO_PLACE, PICManager
 from comb_serving.pool.capability import KEY
 from comb_serving.vllm.linking.setup import linking_options
 

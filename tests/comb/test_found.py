@@ -10,36 +10,12 @@ import pytest
 from comb.backbones.tokenizer import load_tokenizer
 from comb.documents.found import SegmentFinder
 from tests.helpers.byte_text import byte_tokenizer
+from tests.helpers.chunks import passage
 
 NANO = load_tokenizer("nano")
 DRAW = random.Random(3)
-WORDS = [
-    "Ada",
-    "Bob",
-    "garden",
-    "kitchen",
-    "took",
-    "the",
-    "red",
-    "ball",
-    "went",
-    "to",
-    "and",
-    "then",
-    "left",
-    "hall",
-    "book",
-    "Cy",
-    "sleeps",
-    "in",
-]
 
-
-def paragraph(words: int) -> str:
-    return " ".join(DRAW.choice(WORDS) for _ in range(words)) + "."
-
-
-CHUNKS = [paragraph(40) for _ in range(6)]
+CHUNKS = [passage(DRAW, 40) for _ in range(6)]
 
 
 def chat(text: str, question: str = "Where?") -> list[int]:
@@ -81,7 +57,7 @@ def test_chunks_are_found_in_any_order_under_any_number(form: str) -> None:
 
 def test_an_insertion_moves_what_it_is_in() -> None:
     finder = SegmentFinder(NANO, least=16, most=128)
-    lines = [paragraph(DRAW.randint(4, 12)) for _ in range(120)]
+    lines = [passage(DRAW, DRAW.randint(4, 12)) for _ in range(120)]
     before = pieces(finder, NANO("\n".join(lines))["input_ids"])
     after = pieces(finder, NANO("\n".join([*lines[:60], "Something was put in.", *lines[60:]]))["input_ids"])
     assert len(before) > 10
@@ -96,7 +72,7 @@ def test_an_insertion_moves_what_it_is_in() -> None:
 def test_special_tokens_stand_in_no_segment() -> None:
     finder = SegmentFinder(NANO, least=8, most=64)
     special = {number for number, token in NANO.added_tokens_decoder.items() if token.special}
-    for piece in pieces(finder, chat("\n".join(CHUNKS), paragraph(60))):
+    for piece in pieces(finder, chat("\n".join(CHUNKS), passage(DRAW, 60))):
         assert not special & set(piece)
 
 

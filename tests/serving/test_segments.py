@@ -18,6 +18,7 @@ from comb.documents.document import Prompt
 from comb.documents.found import SegmentFinder
 from comb_serving.api.routes import CHAT, COMPLETIONS, MESSAGES, RESPONSES
 from comb_training.nano import CHECKPOINT
+from tests.helpers.chunks import passage
 from tests.helpers.plain import PlainLibrary
 from tests.helpers.processes import wait_for
 from tests.helpers.served import Served, logprobs, serve
@@ -27,30 +28,6 @@ pytestmark = [pytest.mark.vllm, pytest.mark.slow]
 METHOD, LEAST, BLOCK = "legolink:4", 12, 32
 CLOSE = 1e-4
 DRAW = random.Random(11)
-WORDS = [
-    "Ada",
-    "Bob",
-    "garden",
-    "kitchen",
-    "took",
-    "the",
-    "red",
-    "ball",
-    "went",
-    "to",
-    "and",
-    "then",
-    "left",
-    "hall",
-    "book",
-    "Cy",
-    "sleeps",
-    "in",
-]
-
-
-def chunk(words: int = 24) -> str:
-    return " ".join(DRAW.choice(WORDS) for _ in range(words)) + "."
 
 
 @pytest.fixture(scope="module")
@@ -97,7 +74,7 @@ def linked_as(library: PlainLibrary, asked: Any, exact: int, held: set[tuple[int
 
 
 def test_the_third_sight_links_what_stands_elsewhere_as_the_library_does(server: Served, library: PlainLibrary) -> None:
-    chunks = [chunk() for _ in range(4)]
+    chunks = [passage(DRAW, 24) for _ in range(4)]
     orders = [[0, 1, 2, 3], [2, 0, 3, 1], [3, 1, 0, 2]]
     first, second, third = (messages([chunks[at] for at in order]) for order in orders)
     before = server.metric("pool_documents")
@@ -130,7 +107,7 @@ def test_the_third_sight_links_what_stands_elsewhere_as_the_library_does(server:
 
 
 def test_what_the_prefix_cache_has_goes_first_and_stays_exact(server: Served, library: PlainLibrary) -> None:
-    chunks = [chunk(40) for _ in range(3)]
+    chunks = [passage(DRAW, 40) for _ in range(3)]
     for order in ([0, 1, 2], [1, 2, 0]):
         ask(server, messages([chunks[at] for at in order]))
     server.wait_until_idle()
@@ -150,7 +127,7 @@ def test_what_the_prefix_cache_has_goes_first_and_stays_exact(server: Served, li
 
 @pytest.mark.parametrize("path", [CHAT, COMPLETIONS, RESPONSES, MESSAGES])
 def test_each_way_to_ask_has_hits(server: Served, path: str) -> None:
-    chunks = [chunk() for _ in range(3)]
+    chunks = [passage(DRAW, 24) for _ in range(3)]
 
     def body(order: list[int]) -> dict[str, Any]:
         (user,) = messages([chunks[at] for at in order])
@@ -178,7 +155,7 @@ def test_each_way_to_ask_has_hits(server: Served, path: str) -> None:
 def test_many_clients_at_once_get_their_own_answers(server: Served, library: PlainLibrary) -> None:
     """Segments are seen, compiled, linked and turned out meanwhile; who wants none has the plain answers."""
     draw = random.Random(7)
-    chunks = [chunk(20) for _ in range(40)]  # more than the pool holds
+    chunks = [passage(DRAW, 20) for _ in range(40)]  # more than the pool holds
     asked = [messages(draw.sample(chunks, 5), f"Where is Ada now, {n}?") for n in range(48)]
     wanted = {n: library.logs(library.chat(asked[n]), "full", 8) for n in range(0, 48, 6)}
 
@@ -200,7 +177,7 @@ def test_many_clients_at_once_get_their_own_answers(server: Served, library: Pla
 
 
 def test_what_can_not_be_linked_is_plain(server: Served) -> None:
-    long = messages([chunk() for _ in range(3)])
+    long = messages([passage(DRAW, 24) for _ in range(3)])
     for more in ({"echo": True}, {"truncate_prompt_tokens": 100}, {"prompt_logprobs": 1}):
         assert "comb" not in ask(server, long, **more)
     assert "comb" not in ask(server, [{"role": "user", "content": "Hi"}])

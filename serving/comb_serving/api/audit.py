@@ -15,8 +15,9 @@ from collections.abc import Callable
 from itertools import takewhile
 from typing import Any
 
-from comb_serving.api.preprocessor import NO_PLACE, PreprocessedRequest, Preprocessor
+from comb_serving.api.preprocessor import PreprocessedRequest, Preprocessor
 from comb_serving.encoding.compiler import greedy
+from comb_serving.manager.manager import NO_PLACE
 from comb_serving.pool.capability import KEY
 
 logger = logging.getLogger(__name__)

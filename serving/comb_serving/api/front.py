@@ -64,8 +64,9 @@ class ServerFront:
         builder = PromptBuilder(tokenizer_of(options), chat_template_kwargs=options.chat_template_kwargs)
         finder = None
         if options.segments == "auto":
-            layout = LinkingLayout.read(instance_dir())
-            most = min(MOST, layout.max_document_tokens - len(layout.front))
+            assert manager is not None
+            assert isinstance(manager.layout, LinkingLayout)  # `check_start` lets nobody else ask for it
+            most = min(MOST, manager.layout.max_document_tokens - len(manager.layout.front))
             finder = SegmentFinder(
                 builder.tokenizer, least=options.segment_tokens, most=most, patterns=options.segment_patterns
             )

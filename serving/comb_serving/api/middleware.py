@@ -34,7 +34,7 @@ from comb_serving.api.body import (
     with_body,
 )
 from comb_serving.api.front import ServerFront
-from comb_serving.api.preprocessor import NO_PLACE, salted, with_capability
+from comb_serving.api.preprocessor import salted, with_capability
 from comb_serving.api.request_error import RequestError
 from comb_serving.api.request_log import RequestLogEntry
 from comb_serving.api.response import ResponseWriter, error_events, report
@@ -44,6 +44,7 @@ from comb_serving.config.tenants import tenant_of
 from comb_serving.encoding.protocol import EncoderError
 from comb_serving.linking.reports import name_of
 from comb_serving.manager.leases import Lease, PoolFullError, PoolPinnedError, TenantQuotaError
+from comb_serving.manager.manager import NO_PLACE
 
 logger = logging.getLogger(__name__)
 
@@ -260,7 +261,7 @@ class CombMiddleware:
         asked = parse_object(raw)
         entry.documents = bool(asked.get("documents"))
         prepared = await connection.unless_left(preprocessor.preprocess(path_of(scope), asked, entry.tenant))
-        entry.prepared, body = prepared, prepared.body
+        entry.prepared = prepared
         lease: Lease | None = None
         writer: ResponseWriter | None = None
         token: str | None = None
@@ -270,7 +271,6 @@ class CombMiddleware:
                 held = preprocessor.hold(prepared, entry.tenant) if self._starting is None else None
                 prepared, lease = held or (prepared.plain, None)
                 entry.prepared, entry.lease = prepared, lease
-            body = prepared.body
             if prepared.segments and self._starting is not None:
                 await connection.unless_left(asyncio.shield(self._starting))
             if prepared.linked and lease is None:
@@ -283,6 +283,7 @@ class CombMiddleware:
                         raise
                     logger.info("request %s is computed whole: %s", entry.id, error)
                     prepared = entry.prepared = preprocessor.inlined(prepared)
+            body = prepared.body
             if prepared.needs_capability:
                 token = prepared.signed(lease, entry.id, self.secret)
                 body = with_capability(path_of(scope), body, token, entry.id)
@@ -296,7 +297,7 @@ class CombMiddleware:
             if (audit := self.front().audit) is not None:
                 audit.consider(prepared, entry.tenant, _engine_of(scope))
             if lease is not None:
-                in_engine = writer is not None and (connection.left or not writer.finished or bool(body.get("stop")))
+                in_engine = writer is not None and (connection.left or not writer.finished or bool(asked.get("stop")))
                 self._release(lease, scope, wait=in_engine)
 
     def _writer(self, send: Send, entry: RequestLogEntry, token: str | None) -> ResponseWriter:

@@ -41,16 +41,11 @@ from comb_serving.api.request_error import RequestError
 from comb_serving.api.routes import COMPLETIONS, DOCUMENTS, RESPONSES
 from comb_serving.config.serve_options import ServeOptions
 from comb_serving.config.tenants import prefix_salt
-from comb_serving.encoding.protocol import EncoderError
 from comb_serving.linking.methods import LinkMethod
 from comb_serving.linking.plan import Range
 from comb_serving.manager.counters import Counters
 from comb_serving.manager.leases import (
-    DocumentsTooLargeError,
     Lease,
-    PoolFullError,
-    PoolPinnedError,
-    TenantQuotaError,
     WantedDocument,
 )
 from comb_serving.manager.manager import PICManager
@@ -61,9 +56,6 @@ Result = TypeVar("Result")
 Gone = Callable[[], bool]  # whether nobody waits for a result any more
 
 PROMPT_IDS = "prompt_token_ids"  # in kv_transfer_params: vLLM takes these ids and renders no template
-
-# why documents can't be linked; those that stand in the prompt anyway are computed with it then
-NO_PLACE = (DocumentsTooLargeError, EncoderError, PoolFullError, PoolPinnedError, TenantQuotaError)
 
 
 @dataclass(frozen=True)
@@ -196,9 +188,7 @@ class Preprocessor:
         else:
             body = salted(body, tenant, [segment.key for segment in segments] if linked else (), MARK)
         request = PreprocessedRequest(body, method, about, segments)
-        build: Callable[[PromptBuilder, Gone], PreprocessedRequest] = partial(self._completion, request)
-        if path != COMPLETIONS:
-            build = partial(self._chat, path, request, listed, named, inside)
+        build = partial(self._built, path, request, listed, named, inside)
         prompts = len(body["prompt"]) if isinstance(body.get("prompt"), list) else 1
         room = None if self.max_tokens is None else self.max_tokens * prompts
         request = await self._aside(list(texts_of(body)), room, build)
@@ -213,12 +203,7 @@ class Preprocessor:
         finder = self.finder
 
         def found(builder: PromptBuilder, gone: Gone) -> tuple[PreprocessedRequest, list[Range]]:
-            build = (
-                partial(self._completion, plain)
-                if path == COMPLETIONS
-                else partial(self._chat, path, plain, [], References(), {})
-            )
-            built = build(builder, gone)
+            built = self._built(path, plain, [], References(), {}, builder, gone)
             return built, finder.find(built.prompts[0]) if len(built.prompts) == 1 else []
 
         room = self.max_tokens
@@ -376,7 +361,7 @@ class Preprocessor:
             arguments = {**usual, **{k: v for k, v in arguments.items() if v is not None and v != "auto"}}
         return replace(builder, chat_template_kwargs=arguments)
 
-    def _chat(
+    def _built(
         self,
         path: str,
         request: PreprocessedRequest,
@@ -385,6 +370,20 @@ class Preprocessor:
         inside: dict[str, KeyedSegment],
         builder: PromptBuilder,
         gone: Gone,
+    ) -> PreprocessedRequest:
+        """The request with its prompts, in a body that vLLM takes."""
+        if path == COMPLETIONS:
+            return self._completion(request, builder, gone)
+        return self._chat(path, request, listed, named, inside, builder)
+
+    def _chat(
+        self,
+        path: str,
+        request: PreprocessedRequest,
+        listed: list[KeyedSegment],
+        named: References,
+        inside: dict[str, KeyedSegment],
+        builder: PromptBuilder,
     ) -> PreprocessedRequest:
         if not self.chats:
             reason = "vLLM renders this model's chats in a way of its own: documents go with raw prompts"

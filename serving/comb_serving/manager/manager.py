@@ -17,7 +17,7 @@ from functools import partial
 
 from comb.cache.index import CacheIndex, IndexEntry, Tier, check
 from comb.cache.picache import content_key
-from comb_serving.encoding.protocol import MADE, Encoded, Encoders
+from comb_serving.encoding.protocol import MADE, Encoded, EncoderError, Encoders
 from comb_serving.linking.layout import LinkingLayout
 from comb_serving.manager.counters import Counters
 from comb_serving.manager.leases import (
@@ -34,6 +34,9 @@ from comb_serving.pool.capability import PoolHandle
 from comb_serving.pool.shared_pool import PoolLayout
 
 PoolEntry = IndexEntry[PoolHandle]
+
+NO_PLACE = (DocumentsTooLargeError, EncoderError, PoolFullError, PoolPinnedError, TenantQuotaError)
+"""Why `PICManager.acquire` has no lease: what stands in a prompt anyway is computed with it then."""
 
 
 @dataclass
@@ -129,22 +132,18 @@ class PICManager:
 
         Nothing is encoded, and nobody waits.
         """
-        entries: dict[str, PoolEntry] = {}
+        unique = {
+            document.key: document
+            for document in documents
+            if (entry := self._present(document.key)) is not None and entry not in self._encoding
+        }
         try:
-            for document in documents[:1]:
-                unique = {each.key: each for each in documents}
-                self._check_share("hold", document.tenant, unique, self.held_share)
+            self._check_held(unique)
         except TenantQuotaError:
-            documents = ()
-        for document in documents:
-            entry = self._present(document.key)
-            if entry is not None and entry not in self._encoding and document.key not in entries:
-                entry.references += 1
-                self.pool.touch(entry.key)
-                entries[document.key] = entry
+            unique = {}
+        entries = self._refer(unique)
+        self._count_hits(entries)
         held = [LeasedDocument(d.key, entries[d.key].value, "pool") for d in documents if d.key in entries]
-        for each in held:
-            self.counters.count("hit", each.handle.tokens)
         return Lease(held, partial(self._release, tuple(entries.values())), room_seconds=0.0, encode_seconds=0.0)
 
     async def _in_turn(self, unique: dict[str, WantedDocument]) -> tuple[dict[str, PoolEntry], set[str]]:
@@ -173,21 +172,33 @@ class PICManager:
         Raises PoolFullError or PoolPinnedError, having changed nothing.
         """
         self._check_pins(unique)
-        for document in list(unique.values())[:1]:  # a request is one tenant's
-            self._check_share("hold", document.tenant, unique, self.held_share)
-        found = {key: entry for key in unique if (entry := self._present(key)) is not None}
-        for entry in found.values():
-            entry.references += 1  # before room is made, which must not be theirs
-            self.pool.touch(entry.key)
+        self._check_held(unique)
+        found = self._refer(unique)  # before room is made, which must not be theirs
         missing = [document for key, document in unique.items() if key not in found]
         try:
             self._make_room(sum(self.layout.blocks_for(len(document.token_ids)) for document in missing))
         except BaseException:
             self._release(found.values())
             raise
+        self._count_hits(found)
+        return {**found, **{document.key: self._submit(document) for document in missing}}, set(found)
+
+    def _refer(self, keys: Iterable[str]) -> dict[str, PoolEntry]:
+        """New references to what is in the pool, or on its way there."""
+        found = {key: entry for key in keys if (entry := self._present(key)) is not None}
+        for entry in found.values():
+            entry.references += 1
+            self.pool.touch(entry.key)
+        return found
+
+    def _count_hits(self, found: dict[str, PoolEntry]) -> None:
         for entry in found.values():
             self.counters.count("hit", entry.value.tokens)
-        return {**found, **{document.key: self._submit(document) for document in missing}}, set(found)
+
+    def _check_held(self, unique: dict[str, WantedDocument]) -> None:
+        """Raises TenantQuotaError if a request's documents are more than its tenant may hold."""
+        for document in list(unique.values())[:1]:  # a request is one tenant's
+            self._check_share("hold", document.tenant, unique, self.held_share)
 
     def _check_pins(self, unique: dict[str, WantedDocument]) -> None:
         """Raises PoolPinnedError if the documents don't fit beside all others that are pinned."""

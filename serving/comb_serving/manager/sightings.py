@@ -13,21 +13,13 @@ from collections import OrderedDict
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from comb_serving.encoding.protocol import EncoderError
-from comb_serving.manager.leases import (
-    DocumentsTooLargeError,
-    PoolFullError,
-    PoolPinnedError,
-    TenantQuotaError,
-    WantedDocument,
-)
-from comb_serving.manager.manager import PICManager
+from comb_serving.manager.leases import WantedDocument
+from comb_serving.manager.manager import NO_PLACE, PICManager
 
 logger = logging.getLogger(__name__)
 
 REMEMBERED = 65_536
 SIGHTS = 2  # of a segment until it is compiled
-_NOT_NOW = (DocumentsTooLargeError, EncoderError, PoolFullError, PoolPinnedError, TenantQuotaError)
 
 
 class Sightings:
@@ -77,7 +69,7 @@ class Sightings:
                 _, document = self._wanted.popitem(last=False)
                 try:
                     (await self._manager.acquire([document])).release()
-                except _NOT_NOW as error:
+                except NO_PLACE as error:
                     logger.info("a segment of %d tokens is not compiled: %s", len(document.token_ids), error)
         finally:
             self._task = None

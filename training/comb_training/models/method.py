@@ -42,7 +42,7 @@ class TrainingMethod(ABC):
         return model
 
     def fitted(self, model: Any, config: Config, examples: Sequence[TrainingExample], resume: str | Path | None) -> Any:
-        """The model as it starts training on `examples`: what is measured on them or solved for in closed form."""
+        """The model as it starts training on `examples`: what is measured on them."""
         return model
 
     @abstractmethod

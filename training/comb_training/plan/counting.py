@@ -113,8 +113,8 @@ def meta_model(config: Config) -> tuple[Trained, str | None]:
                 encoder_causal=config.model.encoder_causal,
                 **shaping_options(CombForCausalLM, options),
             )
-        for part in (model.encoder, model.cross_blocks) if isinstance(model, CombForCausalLM) else (model.front,):
-            part.to(adapter_dtype)
+        for part in adapter.config_class.parts:
+            getattr(model, part).to(adapter_dtype)
         model.requires_grad_(True).backbone.requires_grad_(False)
         if isinstance(model, CombForCausalLM):
             add_encoder_lora(model, config.train)

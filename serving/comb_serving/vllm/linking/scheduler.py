@@ -41,11 +41,9 @@ class LinkingScheduler(CheckedScheduler):
         """Beside the check of all requests: what it links, and under which hashes its blocks are kept."""
         super().admit(request)
         link = self.connector.admit(request)
-        if link is not None and link.found and self.kv_cache_manager.prefix_cache_lookup_enabled(request):
+        if link is not None and link.found:
             # by the hashes of plain prompts, which it still has
-            _, exact, _ = self.kv_cache_manager.coordinator.find_longest_cache_hit(
-                request.block_hashes, request.num_tokens - 1
-            )
+            _, exact, _ = self.kv_cache_manager.get_computed_blocks(request)
             link.go_behind(exact)
         if link is not None and link.method is not None:
             # blocks in front of the first document keep the hashes of plain prompts, and are shared with them; what has
