@@ -125,6 +125,18 @@ def test_what_the_prefix_cache_has_goes_first_and_stays_exact(server: Served, li
     server.wait_until_idle()
 
 
+def test_a_server_that_is_never_idle_compiles_beside_its_answers(server: Served) -> None:
+    chunks = [passage(DRAW, 24) for _ in range(3)]
+    with ThreadPoolExecutor(1) as beside:
+        long = beside.submit(ask, server, messages([passage(DRAW, 8)]), "bob", max_tokens=1800, logprobs=False)
+        for order in ([0, 1, 2], [1, 2, 0], [2, 1, 0], [0, 2, 1]):  # the ends of three answers after the second sight
+            answer = ask(server, messages([chunks[at] for at in order]))
+        wait_for(lambda: len(ask(server, messages(chunks))["comb"]["documents"]) == 3)
+        assert not long.done(), long.exception()
+    assert len(answer["comb"]["documents"]) >= 1
+    server.wait_until_idle()
+
+
 @pytest.mark.parametrize("path", [CHAT, COMPLETIONS, RESPONSES, MESSAGES])
 def test_each_way_to_ask_has_hits(server: Served, path: str) -> None:
     chunks = [passage(DRAW, 24) for _ in range(3)]

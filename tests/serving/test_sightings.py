@@ -1,4 +1,4 @@
-"""Segments that come again: held without waiting, compiled when nobody waits for an answer."""
+"""Segments that come again: held without waiting, compiled when nobody is kept waiting by it."""
 
 from __future__ import annotations
 
@@ -23,6 +23,11 @@ async def wanted(found: Server, *token_ids: tuple[int, ...], tenant: str = "t") 
     return [WantedDocument(key, ids, tenant) for key, ids in zip(keys, token_ids, strict=True)]
 
 
+def sightings_of(found: Server, *, spare: bool = False) -> Sightings:
+    finder: Any = None  # nothing is looked for here
+    return Sightings(found.manager, finder, lambda: spare)
+
+
 async def settled() -> None:
     for _ in range(20):
         await asyncio.sleep(0)
@@ -31,7 +36,7 @@ async def settled() -> None:
 async def test_the_second_sight_is_compiled_and_not_while_somebody_waits() -> None:
     found = server()
     found.encoders.at_once = False
-    seen = Sightings(found.manager)
+    seen = sightings_of(found)
     one, other = await wanted(found, (5, 6, 7), (8, 9))
     seen.note(one)
     await settled()
@@ -53,10 +58,27 @@ async def test_the_second_sight_is_compiled_and_not_while_somebody_waits() -> No
     found.check_idle()
 
 
+async def test_a_server_that_is_never_idle_compiles_one_at_the_end_of_each_answer() -> None:
+    found = server()
+    seen = sightings_of(found, spare=True)
+    one, other = await wanted(found, (5, 6, 7), (8, 9))
+    with seen.answering():
+        for document in (one, other) * 2:
+            seen.note(document)
+        await settled()
+        assert not found.encoders.asked
+        for asked in ([one.key], [one.key, other.key]):
+            with seen.answering():
+                pass
+            await settled()
+            assert found.encoders.asked == asked
+    found.check_idle()
+
+
 async def test_the_table_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sightings, "REMEMBERED", 3)
     found = server()
-    seen = Sightings(found.manager)
+    seen = sightings_of(found)
     documents = await wanted(found, *((token,) for token in range(5, 10)))
     for document in documents:
         seen.note(document)

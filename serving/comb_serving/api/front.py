@@ -25,6 +25,7 @@ from comb_serving.linking.layout import LinkingLayout
 from comb_serving.linking.methods import LinkMethod
 from comb_serving.linking.reports import ReportReceiver
 from comb_serving.manager.manager import PICManager
+from comb_serving.manager.sightings import Sightings
 from comb_serving.pool.shared_pool import PoolLayout, manifest_of
 
 ServedEncoders: TypeAlias = EncoderProcesses | EngineCompiler
@@ -62,15 +63,17 @@ class ServerFront:
             encoders = cast(ServedEncoders, manager.encoders)
             reports = None if options.method is None else ReportReceiver(folder)
         builder = PromptBuilder(tokenizer_of(options), chat_template_kwargs=options.chat_template_kwargs)
-        finder = None
+        sightings = None
         if options.segments == "auto":
             assert manager is not None
-            assert isinstance(manager.layout, LinkingLayout)  # `check_start` lets nobody else ask for it
+            assert isinstance(encoders, EngineCompiler)  # `check_start` lets nobody else ask for it
+            assert isinstance(manager.layout, LinkingLayout)
             most = min(MOST, manager.layout.max_document_tokens - len(manager.layout.front))
             finder = SegmentFinder(
                 builder.tokenizer, least=options.segment_tokens, most=most, patterns=options.segment_patterns
             )
-        preprocessor = Preprocessor(builder, manager, MethodChoice(options), options.max_documents, finder=finder)
+            sightings = Sightings(manager, finder, encoders.spare)
+        preprocessor = Preprocessor(builder, manager, MethodChoice(options), options.max_documents, sightings=sightings)
         audit = Audit(options.audit, preprocessor, secret) if options.audit else None
         REGISTRY.register(CombCollector(preprocessor, encoders, options))
         return cls(options, secret, preprocessor, encoders, reports, audit)
@@ -98,7 +101,7 @@ class ServerFront:
 
     async def stop(self) -> None:
         """Ends encoder processes, and what is under way."""
-        if self.preprocessor.manager is not None:
+        if self.preprocessor.sightings is not None:
             self.preprocessor.sightings.stop()
         if self.encoders is not None:
             await self.encoders.stop()

@@ -20,7 +20,6 @@ from comb.cache.picache import content_key
 from comb.cache.store import PICacheStore
 from comb.documents.catalog import DocumentCatalog, KeyedSegment, UnknownDocumentError
 from comb.documents.document import Document, Prompt, PromptBuilder
-from comb.documents.found import SegmentFinder
 from comb.documents.messages import References
 from comb.model.config import CombConfig
 from comb_serving.api.body import MAX_VALUES
@@ -121,7 +120,7 @@ class Preprocessor:
         max_documents: that one tenant may register.
         chats: whether vLLM renders chats as `builder` does.
         max_tokens: of a prompt; None while the engine isn't known.
-        finder: of segments in prompts without documents; None where none are looked for.
+        sightings: of segments in prompts without documents; None where none are looked for.
     """
 
     builder: PromptBuilder
@@ -130,14 +129,13 @@ class Preprocessor:
     max_documents: int = 10_000
     chats: bool = True
     max_tokens: int | None = None
-    finder: SegmentFinder | None = None
+    sightings: Sightings | None = None
     catalogs: dict[str, DocumentCatalog] = field(default_factory=dict)
     counters: Counters = field(default_factory=Counters)
 
     def __post_init__(self) -> None:
         if self.manager is not None:
             self.counters = self.manager.counters
-            self.sightings = Sightings(self.manager)
         self._longest = max(map(len, self.builder.tokenizer.get_vocab()))
         self._long_texts = ThreadPoolExecutor(1, "comb-long-texts")
 
@@ -199,8 +197,8 @@ class Preprocessor:
 
         Whatever documents can't be combined with goes as it came, too, and what is wrong with it vLLM says.
         """
-        assert self.finder is not None
-        finder = self.finder
+        assert self.sightings is not None
+        finder = self.sightings.finder
 
         def found(builder: PromptBuilder, gone: Gone) -> tuple[PreprocessedRequest, list[Range]]:
             built = self._built(path, plain, [], References(), {}, builder, gone)
@@ -220,12 +218,13 @@ class Preprocessor:
         return replace(built, segments=keyed, spans=(tuple(spans),), unlinked=plain.body)
 
     def answering(self) -> AbstractContextManager[None]:
-        """While a request is open, no segment is compiled that was found."""
-        return nullcontext() if self.manager is None else self.sightings.answering()
+        """While a request is open, few segments are compiled that were found."""
+        return nullcontext() if self.sightings is None else self.sightings.answering()
 
     def hold(self, request: PreprocessedRequest, tenant: str) -> tuple[PreprocessedRequest, Lease | None]:
         """What of a request's found segments is in the pool, leased; the others are noted. Nobody waits here."""
         assert self.manager is not None
+        assert self.sightings is not None
         documents = [wanted(segment, tenant) for segment in request.segments]
         lease = self.manager.hold(documents)
         there = {document.key for document in lease.documents}

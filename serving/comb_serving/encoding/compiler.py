@@ -111,6 +111,11 @@ class EngineCompiler(DocumentCompiler):
     async def stop(self) -> None:
         """Nothing of its own runs."""
 
+    def spare(self) -> bool:
+        """Whether nothing in the engine waits for its first token."""
+        states = self.client.output_processor.request_states.values()
+        return not any(state.is_prefilling for state in states)
+
     def submit(self, key: str, token_ids: Sequence[int], handle: PoolHandle) -> asyncio.Future[Encoded]:
         """Asks for one document; a request that no longer wants it changes nothing for others that do."""
         return asyncio.get_running_loop().create_task(self._compile(key, token_ids, handle))

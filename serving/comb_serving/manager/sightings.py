@@ -1,4 +1,4 @@
-"""Segments that prompts bring again: counted when they are seen, compiled when nobody waits for an answer.
+"""Segments that prompts bring again: counted when they are seen, compiled when nobody is kept waiting by it.
 
 A segment that was seen once may never come back, so the second sight has it compiled, and the third finds it. The table
 holds keys of documents, which are hashes with the tenant in them: it says nothing about texts, and nobody finds out
@@ -10,9 +10,10 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections import OrderedDict
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
+from comb.documents.found import SegmentFinder
 from comb_serving.manager.leases import WantedDocument
 from comb_serving.manager.manager import NO_PLACE, PICManager
 
@@ -23,10 +24,19 @@ SIGHTS = 2  # of a segment until it is compiled
 
 
 class Sightings:
-    """How often segments were seen, the last `REMEMBERED` of them, and those that are to be compiled."""
+    """How often segments were seen, the last `REMEMBERED` of them, and those that are to be compiled.
 
-    def __init__(self, manager: PICManager) -> None:
-        self._manager = manager
+    They are compiled one by one while no request is open, and one at the end of each answer where others are, so that a
+    server that is never idle comes to them too. Who asks meanwhile waits for one segment at most.
+
+    Args:
+        finder: of segments in prompts.
+        spare: whether all open requests have their first token: what is computed beside them delays none.
+    """
+
+    def __init__(self, manager: PICManager, finder: SegmentFinder, spare: Callable[[], bool]) -> None:
+        self.finder = finder
+        self._manager, self._spare = manager, spare
         self._seen: OrderedDict[str, int] = OrderedDict()
         self._wanted: OrderedDict[str, WantedDocument] = OrderedDict()
         self._answering = 0
@@ -45,13 +55,13 @@ class Sightings:
 
     @contextmanager
     def answering(self) -> Iterator[None]:
-        """While a request is open, nothing new is compiled."""
+        """While a request is open; at its end something may be compiled."""
         self._answering += 1
         try:
             yield
         finally:
             self._answering -= 1
-            self._go_on()
+            self._go_on(beside=True)
 
     def stop(self) -> None:
         """Compiles nothing more."""
@@ -59,17 +69,19 @@ class Sightings:
         if self._task is not None:
             self._task.cancel()
 
-    def _go_on(self) -> None:
-        if self._task is None and self._wanted and not self._answering:
+    def _go_on(self, *, beside: bool = False) -> None:
+        if self._task is None and self._wanted and (not self._answering or (beside and self._spare())):
             self._task = asyncio.get_running_loop().create_task(self._compile())
 
     async def _compile(self) -> None:
         try:
-            while self._wanted and not self._answering:
+            while self._wanted:
                 _, document = self._wanted.popitem(last=False)
                 try:
                     (await self._manager.acquire([document])).release()
                 except NO_PLACE as error:
                     logger.info("a segment of %d tokens is not compiled: %s", len(document.token_ids), error)
+                if self._answering:
+                    break
         finally:
             self._task = None
