@@ -309,14 +309,14 @@ def test_bytes_per_token_are_read_from_the_servers_own_figures() -> None:
 
 def test_both_servers_get_the_same_memory_and_options() -> None:
     options = replace(OPTIONS, cache_bytes="100", pool_bytes="30", vllm="--dtype float32")
-    plain, comb = plans(options, "back", ["adapter"])
+    plain, comb = plans(options, "back", ["adapter"], positions=99)
     assert plain.kv_bytes == comb.kv_bytes + comb.pool_bytes == 100
     shared = plain.command[plain.command.index("--served-model-name") :]
     assert comb.command[-len(shared) :] == shared
     assert shared[-2:] == ("--dtype", "float32")
     assert plain.environment == {"VLLM_PLUGINS": ""}
     with pytest.raises(ValueError, match="part of --cache-bytes"):
-        plans(replace(options, pool_bytes="100"), "back", ["adapter"])
+        plans(replace(options, pool_bytes="100"), "back", ["adapter"], positions=99)
 
 
 def test_a_plain_model_is_served_with_its_method(tmp_path: Path) -> None:

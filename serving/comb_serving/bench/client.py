@@ -9,12 +9,15 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Callable, Coroutine, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
-from typing import Any
+from typing import Any, TypeAlias
 
 from comb_serving.bench.servers import MODEL
+from comb_serving.bench.trace import TraceAsk
 from comb_serving.bench.workload import Ask
+
+Asked: TypeAlias = Ask | TraceAsk
 
 GIVE_UP = 5  # failed requests in a row after which a phase ends
 
@@ -26,7 +29,8 @@ class RequestRecord:
     Args:
         due_s: its arrival, from the start of its phase. late_s: by which it was sent later than that.
         ttft_s: from arrival to the first token. total_s: to the end of the stream.
-        tokens: of the answer.
+        tokens: of the answer, text: what it says, first: its first token's likeliest ones where they were asked for.
+        prompt_tokens: by the server's usage, computed: those of them that it hadn't cached.
         hits, encoded: documents, and document_tokens theirs, by the answer's report; 0 for a server without documents.
         error: why it counts as failed; "" for a good answer.
     """
@@ -43,6 +47,10 @@ class RequestRecord:
     encoded: int = 0
     document_tokens: int = 0
     error: str = ""
+    prompt_tokens: int = 0
+    computed: int = 0
+    text: str = ""
+    first: dict[str, float] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -50,7 +58,7 @@ class Target:
     """A server and how it is asked.
 
     Args:
-        linked: it takes `documents`; otherwise they stand in the message.
+        linked: it takes `documents`, and answers name them; otherwise they stand in the message.
         tokens: of every answer, exactly.
         on_record: takes every record at once.
     """
@@ -62,26 +70,23 @@ class Target:
     timeout_s: float = 300.0
     on_record: Callable[[RequestRecord], Any] = lambda _: None
 
-    def body(self, ask: Ask) -> dict[str, Any]:
+    def body(self, ask: Asked) -> dict[str, Any]:
         """Of a request to ``/v1/chat/completions``; both servers' prompts have the documents in the same order."""
-        texts = [str(document.text) for document in ask.documents]
-        extra: dict[str, Any] = {"ignore_eos": True}
-        if self.linked:
-            extra["documents"] = [{"id": d.id, "text": text} for d, text in zip(ask.documents, texts, strict=True)]
-        content = ask.query if self.linked else "\n".join([*texts, ask.query])
         return {
-            "model": MODEL, "max_tokens": self.tokens, "temperature": 0, "stream": True, "extra_body": extra,
-            "stream_options": {"include_usage": True}, "messages": [{"role": "user", "content": content}],
+            "model": MODEL, "max_tokens": self.tokens, "temperature": 0, "stream": True,
+            "stream_options": {"include_usage": True}, **ask.body(linked=self.linked),
         }  # fmt: skip
 
     def record(
-        self, phase: str, ask: Ask, chunks: Sequence[tuple[Any, float]], due: float, sent: float, now: float,
+        self, phase: str, ask: Asked, chunks: Sequence[tuple[Any, float]], due: float, sent: float, now: float,
         error: str = "",
     ) -> RequestRecord:  # fmt: skip
         """What a stream's chunks say; an answer that isn't whole, or is over other documents, is an error."""
         # the chunk with the role only comes with the first token too, but the token is what counts
         tokens_at = (at for chunk, at in chunks if any(choice.delta.role is None for choice in chunk.choices))
-        first, tokens = next(tokens_at, None), sum(chunk.usage.completion_tokens for chunk, _ in chunks if chunk.usage)
+        first, usage = next(tokens_at, None), next((chunk.usage for chunk, _ in chunks if chunk.usage), None)
+        tokens, prompt = (0, 0) if usage is None else (usage.completion_tokens, getattr(usage, "prompt_tokens", 0) or 0)
+        details = getattr(usage, "prompt_tokens_details", None)
         reports = (getattr(chunk, "comb", None) for chunk, _ in chunks)
         documents: list[dict[str, Any]] = next((report["documents"] for report in reports if report), [])
         named, wanted = [each["id"] for each in documents], [document.id for document in ask.documents]
@@ -94,29 +99,43 @@ class Target:
         return RequestRecord(
             self.name, phase, ask.number, due, late_s=sent - due, ttft_s=(now if first is None else first) - due,
             total_s=now - due, tokens=tokens, hits=states.count("hit"), encoded=new,
-            document_tokens=sum(each["tokens"] for each in documents), error=error,
+            document_tokens=sum(each["tokens"] for each in documents), error=error, prompt_tokens=prompt,
+            computed=prompt - (getattr(details, "cached_tokens", 0) or 0), **_said(chunk for chunk, _ in chunks),
         )  # fmt: skip
 
-    def run_closed(self, phase: str, asks: Iterable[Ask], clients: int) -> list[RequestRecord]:
-        """`clients` at once, each sends its next request when its last one is answered; ready when all are."""
+    def run_closed(
+        self, phase: str, asks: Iterable[Asked], clients: int, *, pause: float = 0.0
+    ) -> list[RequestRecord]:
+        """`clients` at once, each sends its next request `pause` seconds after its last answer; ready when all are."""
         waiting = iter(asks)
 
         async def client(session: _Session) -> None:
             for ask in waiting:
                 await session.send(ask, session.seconds())
+                await asyncio.sleep(pause)
 
         return asyncio.run(_Session(self, phase).run([client] * clients))
 
-    def run_open(self, phase: str, asks: Iterable[Ask], arrivals: Sequence[float]) -> list[RequestRecord]:
+    def run_open(self, phase: str, asks: Iterable[Asked], arrivals: Sequence[float]) -> list[RequestRecord]:
         """Each request at its arrival, in seconds from now, however many are unanswered."""
 
-        async def one(ask: Ask, due: float, session: _Session) -> None:
+        async def one(ask: Asked, due: float, session: _Session) -> None:
             await asyncio.sleep(max(0.0, due - session.seconds()))
             await session.send(ask, due)
 
         return asyncio.run(
             _Session(self, phase).run([partial(one, *each) for each in zip(asks, arrivals, strict=True)])
         )
+
+
+def _said(chunks: Iterable[Any]) -> dict[str, Any]:
+    """A stream's text, and the likeliest first tokens with their log-probabilities."""
+    text, first = "", dict[str, float]()
+    for choice in (choice for chunk in chunks for choice in chunk.choices):
+        text += getattr(choice.delta, "content", None) or ""
+        if not first and (logprobs := getattr(choice, "logprobs", None)) is not None and logprobs.content:
+            first = {each.token: each.logprob for each in logprobs.content[0].top_logprobs}
+    return {"text": text, "first": first}
 
 
 class _Session:
@@ -148,7 +167,7 @@ class _Session:
                 raise failures.exceptions[0] from None
         return self.records
 
-    async def send(self, ask: Ask, due: float) -> None:
+    async def send(self, ask: Asked, due: float) -> None:
         """Sends one request and keeps its record. Raises RuntimeError when `GIVE_UP` in a row have failed."""
         import httpx
         from openai import OpenAIError

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import math
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -31,11 +32,36 @@ def summarize(
     return {
         "server": server, "phase": phase, "clients": clients, "rate": rate,
         "n": len(good), "errors": len(records) - len(good),
-        **{f"ttft_p{percent}": percentile(ttft, percent) for percent in (50, 90, 99)},
+        **{f"ttft_p{percent}": percentile(ttft, percent) for percent in (50, 90, 95, 99)},
         "throughput": len(good) / lasted if lasted else None,
         "late_p99": percentile([record.late_s for record in good], 99),
         "hits": sum(record.hits for record in good), "encoded": sum(record.encoded for record in good),
     }  # fmt: skip
+
+
+def alike(records: Sequence[RequestRecord], others: Sequence[RequestRecord]) -> dict[str, float | None]:
+    """How far answers are from others to the same prompts, both greedy.
+
+    ``same``: the share of equal texts. ``kl``: KL(others || records) of the first token, in nats, over the tokens that
+    others find likeliest and one class for all else; what isn't among the likeliest here counts as the last of them, so
+    it is too little rather than too much.
+    """
+    by = {record.number: record for record in others if not record.error}
+    pairs = [(record, by[record.number]) for record in records if not record.error and record.number in by]
+    if not pairs:
+        return {"same": None, "kl": None}
+    same = float(np.mean([record.text == other.text for record, other in pairs]))
+    return {"same": same, "kl": float(np.mean([_divergence(other.first, record.first) for record, other in pairs]))}
+
+
+def _divergence(expected: Mapping[str, float], found: Mapping[str, float]) -> float:
+    """KL of log-probabilities by token and of what remains."""
+    if not expected or not found:
+        return math.nan
+    least = min(found.values())
+    pairs = [(math.exp(value), math.exp(found.get(token, least))) for token, value in expected.items()]
+    rest = [max(1e-9, 1 - sum(side)) for side in zip(*pairs, strict=True)]
+    return math.fsum(p * math.log(p / q) for p, q in [*pairs, (rest[0], rest[1])])
 
 
 def percentile(values: Sequence[float], percent: float) -> float | None:

@@ -10,23 +10,45 @@ import json
 import os
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, replace
 from functools import partial
 from itertools import islice
 from pathlib import Path
-from typing import TextIO
+from typing import Any, TextIO
 
+from jinja2 import TemplateError
 from transformers import AutoTokenizer
 
 from comb.bench.harness import BenchmarkReport, Row
 from comb.bench.options import integers, numbers
-from comb_serving.bench.client import RequestRecord, Target
-from comb_serving.bench.figures import ratio, summarize
-from comb_serving.bench.options import ServeBenchOptions
-from comb_serving.bench.servers import COMB, PLAIN, MeasuredServer, ServerPlan, models_of, plans, token_bytes
-from comb_serving.bench.tables import CACHED, COLD, SOAK, TOGETHER, panels, tables
+from comb_serving.bench.client import Asked, RequestRecord, Target
+from comb_serving.bench.figures import alike, ratio, summarize
+from comb_serving.bench.options import MADE_TRACES, ServeBenchOptions
+from comb_serving.bench.servers import (
+    COMB,
+    PLAIN,
+    MeasuredServer,
+    ServerPlan,
+    compiled_tokens,
+    models_of,
+    plans,
+    token_bytes,
+)
+from comb_serving.bench.tables import (
+    AS_SENT,
+    CACHED,
+    COLD,
+    REORDERED,
+    SOAK,
+    TOGETHER,
+    panels,
+    tables,
+    trace_panels,
+    trace_tables,
+)
+from comb_serving.bench.trace import Trace, TraceAsk, made, read
 from comb_serving.bench.workload import Workload
 
 REPEATS = 2  # of clients that ask together
@@ -47,21 +69,49 @@ def serve_in_turns(options: ServeBenchOptions, report: BenchmarkReport) -> None:
             log = stack.enter_context(options.out.with_suffix(".records.jsonl").open("w", encoding="utf-8"))
         models = models_of(options, folder)
         tokenizer = AutoTokenizer.from_pretrained(models.adapter)
-        report.heading = (
-            f"{models.name}: {options.documents} of {options.pool} documents of {options.document_tokens} tokens"
-        )
-        dtype = [] if options.checkpoint else ["--dtype", options.dtype]
+
+        def count(text: str) -> int:
+            return len(tokenizer.encode(text, add_special_tokens=False))
+
+        trace = None if options.trace is None else replace(_trace(options, count), systems=_has_systems(tokenizer))
+        asked = f"{options.documents} of {options.pool} documents of {options.document_tokens} tokens"
+        if trace is not None:
+            asked = f"trace {trace.name}, {len(trace.requests)} requests, {trace.repeated():.0%} of the tokens repeated"
+        report.heading = f"{models.name}: {asked}"
+        more = ["--dtype", options.dtype] if trace is not None or not options.checkpoint else []
         linking = [] if options.method is None else ["--method", options.method]
-        found = plans(options, models.backbone, [models.adapter, *linking], dtype)
+        positions = options.positions
+        if trace is not None:
+            linking += ["--comb-segments", "auto"]
+            more += ["--enable-prompt-tokens-details"]
+            positions = trace.positions(options.max_tokens)
+        found = plans(options, models.backbone, [models.adapter, *linking], more, positions=positions)
         report.facts |= {
             "models": vars(models), "servers": {plan.name: plan.command for plan in found},
             "threads": os.environ.get("OMP_NUM_THREADS"), "load_before": os.getloadavg(),
         }  # fmt: skip
-        workload = Workload(options, lambda text: len(tokenizer.encode(text, add_special_tokens=False)))
-        run = ServeRun(options, report, workload, log)
+        run = ServeRun(options, report, Workload(options, count), log, trace=trace)
         run.go(found, logs)
     if run.wrong():
         raise RuntimeError("requests have failed: " + "; ".join(run.wrong()))
+
+
+def _trace(options: ServeBenchOptions, count: Callable[[str], int]) -> Trace:
+    assert options.trace is not None
+    if options.trace in MADE_TRACES:
+        return made(options.trace, options.prompt_tokens, options.requests, options.seed, count)
+    if not (path := Path(options.trace)).exists():
+        raise ValueError(f"--trace is {', '.join(MADE_TRACES)}, or a file or folder: there is no {options.trace}")
+    return read(path, options.requests, options.speed, count)
+
+
+def _has_systems(tokenizer: Any) -> bool:
+    """Whether a model's chat template takes system messages."""
+    try:
+        tokenizer.apply_chat_template([{"role": "system", "content": "a"}, {"role": "user", "content": "b"}])
+    except TemplateError:
+        return False
+    return True
 
 
 class ServeRun:
@@ -72,12 +122,14 @@ class ServeRun:
 
     Args:
         log: takes every record as one JSON line, at once.
+        trace: that is asked in place of the phases.
     """
 
     def __init__(
-        self, options: ServeBenchOptions, report: BenchmarkReport, workload: Workload, log: TextIO | None
-    ) -> None:
-        self.options, self.report, self.workload, self.log = options, report, workload, log
+        self, options: ServeBenchOptions, report: BenchmarkReport, workload: Workload, log: TextIO | None,
+        *, trace: Trace | None = None,
+    ) -> None:  # fmt: skip
+        self.options, self.report, self.workload, self.log, self.trace = options, report, workload, log, trace
         self.clients = integers(options.clients, "--clients")
         self.rates = None if options.rates == "auto" else numbers(options.rates, "--rates", least=1e-9)
         self.records: list[RequestRecord] = []
@@ -85,6 +137,8 @@ class ServeRun:
         self.facts = report.facts
         self.facts |= {"slo_s": None, "ready_s": {}, "first_answer_s": {}, "token_bytes": {}, "memory": []}
         report.tables, report.panels = partial(tables, facts=self.facts), partial(panels, facts=self.facts)
+        if trace is not None:
+            report.tables, report.panels = trace_tables, trace_panels
 
     def go(self, plans: Sequence[ServerPlan], logs: Path) -> None:
         """Everything; what servers print goes to ``logs/<name>.log``."""
@@ -104,8 +158,12 @@ class ServeRun:
     def _started(self, plan: ServerPlan, logs: Path) -> Iterator[MeasuredServer]:
         with MeasuredServer(plan, logs / f"{plan.name.replace(' ', '-')}.log") as server:
             self.facts["ready_s"][plan.name] = server.ready_s
-            for ask in self.workload.drawn(3, "warm-up", new=self.options.documents):
-                (record,) = replace(self._target(server), on_record=lambda _: None).run_closed("warm-up", [ask], 1)
+            warm_up = replace(self._target(server), on_record=lambda _: None)
+            asks: Iterable[Asked] = self.workload.drawn(3, "warm-up", new=self.options.documents)
+            if self.trace is not None:
+                asks = [TraceAsk(0, ({"role": "user", "content": "Hello."},))] * 3
+            for ask in asks:
+                (record,) = warm_up.run_closed("warm-up", [ask], 1)
                 if record.error:
                     raise RuntimeError(f"{plan.name} fails at its first requests: {record.error}; see {server.log}")
                 self.facts["first_answer_s"].setdefault(plan.name, time.monotonic() - server.started)
@@ -114,6 +172,10 @@ class ServeRun:
 
     def _steps(self) -> Iterator[Callable[[MeasuredServer], None]]:
         """One phase after the other: rates that depend on closed loops are known when those have been run."""
+        if self.trace is not None:
+            yield partial(self._sent, trace=self.trace, way=AS_SENT)
+            yield partial(self._sent, trace=self.trace.reordered(), way=REORDERED)
+            return
         yield self._cold
         for clients in self.clients:
             yield partial(self._cached, clients=clients)
@@ -178,9 +240,34 @@ class ServeRun:
 
         self._measure(server, SOAK, run, clients=SOAK_CLIENTS)
 
+    def _sent(self, server: MeasuredServer, *, trace: Trace, way: str) -> None:
+        """A trace in one of the ways that clients may send it; only plain vLLM needs the second."""
+        name, options = server.plan.name, self.options
+        if (name, way) == (COMB, REORDERED):
+            return
+        arrivals = [request.at for request in trace.requests if request.at is not None]
+        before, asks = server.get("/metrics"), trace.asks(salt=way)
+
+        def run(target: Target) -> list[RequestRecord]:
+            if arrivals:
+                return target.run_open(way, asks, arrivals)
+            return target.run_closed(way, asks, 1, pause=options.pause)
+
+        row = self._measure(server, way, run, clients=0 if arrivals else 1)
+        records = [r for r in self.records if (r.server, r.phase) == (name, way) and not r.error]
+        later = [r for r in records if r.number >= len(asks) // 2]
+        plain = [r for r in self.records if (r.server, r.phase) == (PLAIN, AS_SENT) and not r.error]
+        row["prompt_tokens"] = sum(r.prompt_tokens for r in records)
+        row["computed"] = sum(r.computed for r in records)
+        row["later_share"] = sum(r.computed for r in later) / max(1, sum(r.prompt_tokens for r in later))
+        row["compiled"] = compiled_tokens(server.get("/metrics")) - compiled_tokens(before)
+        row["ratio"] = ratio([r.ttft_s for r in plain if r.number >= len(asks) // 2], [r.ttft_s for r in later])
+        row |= alike([r for r in records if r.document_tokens], plain) if name == COMB else {}
+
     def _target(self, server: MeasuredServer) -> Target:
         plan, options = server.plan, self.options
-        return Target(plan.name, server.url, plan.pool_bytes > 0, options.max_tokens, options.timeout, self._on_record)
+        linked = plan.pool_bytes > 0 and self.trace is None
+        return Target(plan.name, server.url, linked, options.max_tokens, options.timeout, self._on_record)
 
     def _on_record(self, record: RequestRecord) -> None:
         self.records.append(record)
@@ -197,7 +284,7 @@ class ServeRun:
         records = run(self._target(server))
         self._note_memory(server, phase)
         row = summarize(records, name, phase, clients=clients, rate=rate, window_s=options.seconds if rate else 0.0)
-        if name == COMB:
+        if name == COMB and self.trace is None:
             plain, comb = ([r.ttft_s for r in self.records if (r.server, r.phase) == (server, phase) and not r.error]
                            for server in (PLAIN, COMB))  # fmt: skip
             row["ratio"] = ratio(plain, comb)

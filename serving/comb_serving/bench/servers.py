@@ -18,6 +18,7 @@ from comb.bench.work.random_prompts import random_model
 from comb.model.config import CombConfig
 from comb_serving.bench.options import ServeBenchOptions
 from comb_serving.config.serve_options import parse_bytes
+from comb_serving.encoding.protocol import MADE
 from comb_serving.launch.launcher import SERVER
 from comb_serving.launch.server_process import COMMAND, ServerProcess
 
@@ -94,12 +95,15 @@ class ServerPlan:
     environment: Mapping[str, str] = field(default_factory=dict)
 
 
-def plans(options: ServeBenchOptions, model: str, served: Sequence[str], more: Sequence[str] = ()) -> list[ServerPlan]:
+def plans(
+    options: ServeBenchOptions, model: str, served: Sequence[str], more: Sequence[str] = (), *, positions: int
+) -> list[ServerPlan]:
     """Plain vLLM with its prefix cache, and `comb serve`; both may keep as many bytes of keys and values.
 
     Args:
         model: what plain vLLM serves. served: arguments of `comb serve`.
         more: options of vLLM for both.
+        positions: tokens of the longest prompt and answer.
 
     Raises:
         ValueError: if the pool leaves nothing for the decoder.
@@ -108,7 +112,7 @@ def plans(options: ServeBenchOptions, model: str, served: Sequence[str], more: S
     if not 0 < pool_bytes < cache_bytes:
         raise ValueError(f"--pool-bytes is a part of --cache-bytes, {cache_bytes}: not {pool_bytes}")
     common = [
-        "--served-model-name", MODEL, "--max-model-len", str(options.positions), "--enable-prefix-caching", *more,
+        "--served-model-name", MODEL, "--max-model-len", str(positions), "--enable-prefix-caching", *more,
         *_given_options(options.vllm),
     ]  # fmt: skip
     comb = [*COMMAND, *served, "--comb-pool-bytes", str(pool_bytes)]
@@ -182,6 +186,12 @@ def token_bytes(plan: ServerPlan, before: str, after: str, tokens: int) -> float
     )
     blocks, size = (labels.get(name, "None") for name in ("num_gpu_blocks", "block_size"))
     return plan.kv_bytes / (int(blocks) * int(size)) if blocks.isdecimal() and size.isdecimal() else None
+
+
+def compiled_tokens(page: str) -> int:
+    """Document tokens that passed through the model to be kept, by a page of /metrics."""
+    named = (each for each in _samples(page) if each.name == "comb:document_tokens_total")
+    return int(sum(each.value for each in named if each.labels["state"] in MADE))
 
 
 def _counted(page: str, name: str) -> float:

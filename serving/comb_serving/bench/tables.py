@@ -11,6 +11,7 @@ from comb_serving.bench.figures import growth, sustained
 from comb_serving.bench.servers import COMB, PLAIN
 
 COLD, CACHED, TOGETHER, SOAK = "cold", "cached", "together", "soak"
+AS_SENT, REORDERED = "as sent", "reordered"
 MIB = 2**20
 
 
@@ -18,6 +19,36 @@ def tables(rows: Sequence[Row], facts: Row) -> list[TextTable]:
     """Three tables, of what there is; `facts` as in `comb_serving.bench.serve_run.ServeRun`."""
     found = [_outcome(rows, facts), _phases(rows), _servers(facts)]
     return [table for table in found if table.rows]
+
+
+def trace_tables(rows: Sequence[Row]) -> list[TextTable]:
+    """A trace's ways to be sent, one line each."""
+    columns = (
+        Column("server", "server", names=True), Column("prompts", "phase", names=True),
+        Column("n", lambda row: f"{row['n']} of {row['n'] + row['errors']}" if row["errors"] else row["n"]),
+        Column("prompt tokens", "prompt_tokens"), Column("computed", "computed"), Column("compiled", "compiled"),
+        Column("later, %", lambda row: f"{100 * row['later_share']:.1f}"),
+        Column("TTFT p50", "ttft_p50", ms), Column("p95", "ttft_p95", ms), Column("sooner", "ratio", spread),
+        Column("answers/s", "throughput", fixed(2)), Column("same", "same", fixed(2)), Column("KL", "kl", fixed(3)),
+    )  # fmt: skip
+    remarks = [
+        "TTFT in ms. computed: prompt tokens that weren't cached; compiled: to be linked, beside them; later: computed "
+        "in the second half. sooner: how many times, second half, the first token comes sooner than from plain vLLM "
+        "for the prompts as sent (95%). reordered: the client puts what comes most often first. same, KL: answers over "
+        "linked segments against plain vLLM's, equal texts and the first token's divergence."
+    ]
+    return [TextTable("Clients that change nothing", columns, rows, remarks)] if rows else []
+
+
+def trace_panels(rows: Sequence[Row]) -> list[Panel]:
+    """TTFT of the ways to send a trace."""
+    return [
+        Bars(
+            [row for row in rows if row["n"]], lambda row: f"{row['server']}, {row['phase']}",
+            lambda row: {"median": row["ttft_p50"], "to p95": row["ttft_p95"] - row["ttft_p50"]},
+            "time to first token, ms",
+        )
+    ]  # fmt: skip
 
 
 def _outcome(rows: Sequence[Row], facts: Row) -> TextTable:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 from comb.documents.document import Document
 from comb_serving.bench.options import ServeBenchOptions
@@ -23,6 +24,14 @@ class Ask:
     number: int
     documents: tuple[Document, ...]
     query: str
+
+    def body(self, *, linked: bool) -> dict[str, Any]:
+        """What of a request's body depends on it: documents in a field of their own, or in the message."""
+        texts = [str(document.text) for document in self.documents]
+        given = [{"id": d.id, "text": text} for d, text in zip(self.documents, texts, strict=True)]
+        content = self.query if linked else "\n".join([*texts, self.query])
+        extra = {"ignore_eos": True, **({"documents": given} if linked else {})}
+        return {"messages": [{"role": "user", "content": content}], "extra_body": extra}
 
 
 @dataclass
@@ -76,28 +85,26 @@ class Workload:
         rng = self._random(f"arrivals {rate:g}")
         return sorted(rng.uniform(0, seconds) for _ in range(max(1, round(rate * seconds))))
 
-    def text(self, name: str, tokens: int) -> str:
-        """Sentences under a name, the same ones for the same name."""
-        return self._text(f"{name.capitalize()}.", tokens, self._random(f"text {name}"))
-
     def _document(self, name: str) -> Document:
         rng = self._random(f"document {name}")
-        return Document(self._text(f"Report {name}.", rng.randint(*self.options.lengths), rng), id=name)
+        return Document(sentences(f"Report {name}.", rng.randint(*self.options.lengths), self.count, rng), id=name)
 
     def _ask(self, phase: str, number: int, documents: Sequence[Document]) -> Ask:
         name = f"{phase} {number}"
-        query = self._text(f"Question {name}:", self.options.query_tokens, self._random(f"query {name}"))
+        start, rng = f"Question {name}:", self._random(f"query {name}")
+        query = sentences(start, self.options.query_tokens, self.count, rng)
         return Ask(number, tuple(documents), query)
-
-    def _text(self, start: str, tokens: int, rng: random.Random) -> str:
-        """Sentences behind `start`, as many as `tokens` allow."""
-        text, used = start, self.count(start)
-        while True:
-            more = f" {rng.choice(_SUBJECTS)} {rng.choice(_VERBS)} {rng.choice(_TIMES)}, {rng.choice(_ENDINGS)}."
-            used += self.count(more)
-            if used > tokens:
-                return text
-            text += more
 
     def _random(self, name: str) -> random.Random:
         return random.Random(f"{self.options.seed}:{name}")
+
+
+def sentences(start: str, tokens: int, count: Callable[[str], int], rng: random.Random) -> str:
+    """Sentences behind `start`, as many as `tokens` allow."""
+    text, used = start, count(start)
+    while True:
+        more = f" {rng.choice(_SUBJECTS)} {rng.choice(_VERBS)} {rng.choice(_TIMES)}, {rng.choice(_ENDINGS)}."
+        used += count(more)
+        if used > tokens:
+            return text
+        text += more

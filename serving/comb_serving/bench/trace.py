@@ -1,0 +1,239 @@
+"""Traces: prompts of pieces that come again, asked by clients that send plain messages.
+
+Three are made here after what people report of their servers, each seeded; others are read from files in the format of
+RAGPulse (arXiv:2511.12979): a line for each request with the numbers of its pieces by their kind, and for each number
+its length. What a piece says is made up, the same text for the same number.
+"""
+
+from __future__ import annotations
+
+import json
+import random
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from itertools import count, islice
+from pathlib import Path
+from typing import Any
+
+from comb.documents.document import Document
+from comb_serving.bench.options import MADE_TRACES
+from comb_serving.bench.workload import sentences
+
+TRACE_FILE = "0_trace.jsonl"
+LENGTHS = ("1_sys_prompt", "2_passages", "3_history", "4_user_input", "5_web_search")
+LIKELIEST = 20  # tokens that are compared of a first token's distribution; vLLM gives no more by default
+_REPEATED = 0.43  # of a retriever's passages were retrieved before, as field studies have it
+
+
+@dataclass(frozen=True)
+class Piece:
+    """A text that may come again.
+
+    Args:
+        name: what its text is made from.
+        schema: written as a tool's JSON instead of as prose.
+    """
+
+    name: str
+    tokens: int
+    schema: bool = False
+
+
+@dataclass(frozen=True)
+class TraceRequest:
+    """One prompt: the system message's pieces, the conversation so far by turns, then passages and the question.
+
+    Args:
+        at: seconds from the trace's start; None: when the client has its last answer, and a moment has passed.
+    """
+
+    system: tuple[Piece, ...]
+    history: tuple[Piece, ...]
+    passages: tuple[Piece, ...]
+    question: Piece
+    at: float | None = None
+
+    @property
+    def pieces(self) -> tuple[Piece, ...]:
+        """All of them, in the prompt's order."""
+        return (*self.system, *self.history, *self.passages, self.question)
+
+
+@dataclass(frozen=True)
+class TraceAsk:
+    """A trace's request to a server.
+
+    Args:
+        salt: of the server's prefix cache, so that two ways of sending a trace share nothing; "" for none.
+    """
+
+    number: int
+    messages: tuple[dict[str, str], ...]
+    salt: str = ""
+    documents: tuple[Document, ...] = ()  # that a report has to name: its segments have no names
+
+    def body(self, *, linked: bool) -> dict[str, Any]:
+        """What of a request's body depends on it."""
+        extra = {"ignore_eos": True, **({"cache_salt": self.salt} if self.salt else {})}
+        return {"messages": list(self.messages), "logprobs": True, "top_logprobs": LIKELIEST, "extra_body": extra}
+
+
+@dataclass(frozen=True)
+class Trace:
+    """Requests in the order of their arrival.
+
+    Args:
+        count: tokens of a text.
+        systems: whether chats have a system message; else its text begins the user's first.
+    """
+
+    name: str
+    requests: tuple[TraceRequest, ...]
+    count: Callable[[str], int]
+    systems: bool = True
+
+    def repeated(self) -> float:
+        """The share of all tokens that are in pieces of earlier requests."""
+        seen, again, tokens = set[str](), 0, 0
+        for request in self.requests:
+            again += sum(piece.tokens for piece in request.pieces if piece.name in seen)
+            tokens += sum(piece.tokens for piece in request.pieces)
+            seen.update(piece.name for piece in request.pieces)
+        return again / tokens
+
+    def reordered(self) -> Trace:
+        """As a client would send it that orders pieces for exact hits, knowing which come how often: these first."""
+        often = Counter(piece.name for request in self.requests for piece in request.pieces)
+
+        def sort(pieces: Sequence[Piece]) -> tuple[Piece, ...]:
+            return tuple(sorted(pieces, key=lambda piece: (-often[piece.name], piece.name)))
+
+        sorted_ = (replace(r, system=sort(r.system), passages=sort(r.passages)) for r in self.requests)
+        return replace(self, requests=tuple(sorted_))
+
+    def asks(self, salt: str = "") -> list[TraceAsk]:
+        """Its requests as they are sent."""
+        return [TraceAsk(n, tuple(self.messages(each)), salt) for n, each in enumerate(self.requests)]
+
+    def positions(self, answer: int) -> int:
+        """Tokens of the longest prompt and answer, with room for a chat template."""
+        longest = max(sum(self.count(m["content"]) + 16 for m in ask.messages) for ask in self.asks())
+        return longest + 64 + answer
+
+    def messages(self, request: TraceRequest) -> list[dict[str, str]]:
+        """Of a chat, as clients without `documents` write them."""
+        turns = [
+            {"role": "assistant" if place % 2 else "user", "content": self._text(piece)}
+            for place, piece in enumerate(request.history)
+        ]
+        passages = [f"Passage {n}: {self._text(piece)}" for n, piece in enumerate(request.passages, 1)]
+        asked = "\n\n".join([*passages, self._text(request.question)])
+        turns.append({"role": "user", "content": asked})
+        system = "\n\n".join(map(self._text, request.system))
+        if self.systems:
+            return [{"role": "system", "content": system}, *turns]
+        return [{**turns[0], "content": f"{system}\n\n{turns[0]['content']}"}, *turns[1:]]
+
+    def _text(self, piece: Piece) -> str:
+        rng = random.Random(piece.name)
+        if not piece.schema:
+            return sentences(f"{piece.name.capitalize()}.", piece.tokens, self.count, rng)
+        described = {"name": piece.name, "description": "", "parameters": {"type": "object", "properties": {}}}
+        room = piece.tokens - self.count(json.dumps({"type": "function", "function": described}))
+        described["description"] = sentences("Use it when:", max(0, room), self.count, rng)
+        return json.dumps({"type": "function", "function": described})
+
+
+def made(name: str, tokens: int, requests: int, seed: int, count: Callable[[str], int]) -> Trace:
+    """One of `MADE_TRACES`, prompts of about so many tokens."""
+    rng = random.Random(f"{seed}:{name}")
+    return Trace(name, tuple(_MADE[name](rng, tokens, requests)), count)
+
+
+def _agent(rng: random.Random, tokens: int, requests: int) -> Iterable[TraceRequest]:
+    """A coding agent: a first line that is always another, then instructions, tools and skills; five turns a task."""
+    tools = [Piece(f"tool_{n}", tokens // 20, schema=True) for n in range(10)]
+    skills = [Piece(f"skill {n}", tokens // 20) for n in range(5)]
+    instructions = Piece("instructions", tokens // 10)
+    history: list[Piece] = []
+    for number in range(requests):
+        if number % 5 == 0:
+            history = []
+        system = (Piece(f"now {rng.random():.8f}, branch {number}", 16), instructions, *tools, *skills)
+        question = Piece(f"task {number}", tokens // 40)
+        yield TraceRequest(system, tuple(history), (), question)
+        history += [question, Piece(f"answer {number}", tokens // 40)]
+
+
+def _chat(rng: random.Random, tokens: int, requests: int) -> Iterable[TraceRequest]:
+    """A chat page that puts what it retrieves into the system message: half is that of the turn before."""
+    pool = [Piece(f"page {n}", tokens // 8) for n in range(20)]
+    instructions, history = Piece("instructions", tokens // 16), list[Piece]()
+    retrieved = rng.sample(pool, 6)
+    for number in range(requests):
+        if number % 4 == 0:
+            history, retrieved = [], rng.sample(pool, 6)
+        kept = rng.sample(retrieved, 3)
+        retrieved = rng.sample([*kept, *rng.sample([piece for piece in pool if piece not in kept], 3)], 6)
+        question = Piece(f"question {number}", tokens // 40)
+        yield TraceRequest((instructions, *retrieved), tuple(history), (), question)
+        history += [question, Piece(f"reply {number}", tokens // 40)]
+
+
+def _rag(rng: random.Random, tokens: int, requests: int) -> Iterable[TraceRequest]:
+    """Retrieval: eight passages in a retriever's order, of which 43% have come before, the more often the likelier."""
+    instructions, numbers, drawn = Piece("instructions", tokens // 16), count(), list[Piece]()
+    for number in range(requests):
+        chosen: list[Piece] = []
+        for _ in range(8):
+            before = [piece for piece in drawn if piece not in chosen]
+            again = before and rng.random() < _REPEATED
+            chosen.append(rng.choice(before) if again else Piece(f"passage {next(numbers)}", tokens // 9))
+        drawn += chosen
+        yield TraceRequest((instructions,), (), tuple(chosen), Piece(f"question {number}", 24))
+
+
+_MADE = dict(zip(MADE_TRACES, (_agent, _chat, _rag), strict=True))
+
+
+def read(path: Path, requests: int, speed: float, count: Callable[[str], int]) -> Trace:
+    """The first requests of a file in RAGPulse's format, or of the folder with its files.
+
+    Args:
+        speed: as many times as fast as it was recorded.
+
+    Raises:
+        ValueError: for lines of another kind, and pieces without a length.
+    """
+    folder, file = (path, path / TRACE_FILE) if path.is_dir() else (path.parent, path)
+    lengths: dict[int, int] = {}
+    found: list[TraceRequest] = []
+    try:
+        for name in LENGTHS:
+            if (listed := folder / f"{name}.jsonl").exists():
+                lengths |= dict(tuple(row.values()) for row in _rows(listed))
+        for row in islice(_rows(file), requests):
+            pieces = {
+                kind: tuple(Piece(f"text {number}", lengths[number]) for number in numbers)
+                for kind, numbers in row["hash_ids"].items()
+            }
+            context = (piece for kind in ("passages_ids", "history", "web_search") for piece in pieces.get(kind, ()))
+            (question,) = pieces["user_input"]
+            at = float(row["timestamp"]) / speed
+            found.append(TraceRequest(pieces.get("sys_prompt", ()), (), tuple(context), question, at))
+    except (AttributeError, KeyError, TypeError, ValueError) as error:
+        raise ValueError(
+            f"{path}, request {len(found) + 1}: {type(error).__name__}: {error}. Lines are those of RAGPulse's "
+            f"{TRACE_FILE}, and beside it are the lengths of pieces, in {', '.join(LENGTHS)} (.jsonl)"
+        ) from error
+    if not found:
+        raise ValueError(f"{file} has no requests")
+    begin = found[0].at or 0.0
+    return Trace(path.stem, tuple(replace(each, at=(each.at or 0.0) - begin) for each in found), count)
+
+
+def _rows(file: Path) -> Iterator[dict[str, Any]]:
+    """The objects of a file of lines."""
+    with file.open(encoding="utf-8") as lines:
+        yield from (json.loads(line) for line in lines if line.strip())

@@ -1,0 +1,155 @@
+"""`comb bench serve --trace`: what is asked, how answers are compared, and a small run against the real servers."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import subprocess
+import sys
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from comb_serving.bench.client import RequestRecord
+from comb_serving.bench.figures import alike
+from comb_serving.bench.options import MADE_TRACES, ServeBenchOptions
+from comb_serving.bench.servers import COMB, PLAIN
+from comb_serving.bench.tables import AS_SENT, REORDERED
+from comb_serving.bench.trace import TRACE_FILE, Trace, made, read
+
+
+def words(text: str) -> int:
+    return len(text.split())
+
+
+def begun_alike(trace: Trace) -> int:
+    """Words of prompts that stand at the beginning of the prompt before, which is what an exact prefix has."""
+    prompts = [" ".join(each["content"] for each in ask.messages).split() for ask in trace.asks()]
+    return sum(
+        next((at for at, pair in enumerate(zip(one, other, strict=False)) if pair[0] != pair[1]), len(one))
+        for one, other in pairwise(prompts)
+    )
+
+
+@pytest.mark.parametrize("name", MADE_TRACES)
+def test_made_traces_come_again_out_of_order(name: str) -> None:
+    trace = made(name, 1500, 30, 0, words)
+    assert trace == made(name, 1500, 30, 0, words)
+    assert trace != made(name, 1500, 30, 1, words)
+    lengths = [sum(words(m["content"]) for m in ask.messages) for ask in trace.asks()]
+    assert 700 < sum(lengths) / len(lengths) < 1700
+    assert max(lengths) + 8 < trace.positions(8)
+    assert trace.repeated() > (0.35 if name == "rag" else 0.7)
+    assert len({ask.messages[-1]["content"] for ask in trace.asks()}) == 30
+    again = trace.reordered()
+    for one, other in zip(trace.requests, again.requests, strict=True):
+        assert sorted(one.pieces, key=str) == sorted(other.pieces, key=str)
+    # a client can do something for exact hits, if it knows the future: little where passages are seldom the same
+    assert begun_alike(again) > (1.0 if name == "rag" else 1.5) * begun_alike(trace)
+
+
+def test_a_retriever_repeats_what_field_studies_say() -> None:
+    drawn = [piece.name for request in made("rag", 1500, 60, 0, words).requests for piece in request.passages]
+    assert len(set(drawn)) / len(drawn) == pytest.approx(0.57, abs=0.06)
+
+
+def test_tools_are_json_and_systems_go_where_a_template_takes_them() -> None:
+    trace = made("agent", 1500, 7, 0, words)
+    system, *_ = trace.asks()[6].messages
+    tools = [json.loads(line) for line in system["content"].split("\n\n") if line.startswith("{")]
+    assert len({tool["function"]["name"] for tool in tools}) == 10
+    assert [m["role"] for m in trace.asks()[6].messages] == ["system", "user", "assistant", "user"]
+    without = Trace("x", trace.requests, words, systems=False).asks()[6].messages
+    assert [m["role"] for m in without] == ["user", "assistant", "user"]
+    assert without[0]["content"].startswith(system["content"])
+
+
+def recorded(folder: Path, rows: list[dict[str, Any]]) -> Path:
+    (folder / TRACE_FILE).write_text("\n".join(map(json.dumps, rows)) + "\n\n")
+    (folder / "1_sys_prompt.jsonl").write_text('{"sys_prompt_id": 1, "token_length": 30}\n')
+    (folder / "2_passages.jsonl").write_text("".join(f'{{"passage_id": {n}, "token_length": 4{n}}}\n' for n in (2, 3)))
+    (folder / "4_user_input.jsonl").write_text('{"user_input_id": 9, "token_length": 12}\n')
+    return folder
+
+
+def row(at: str, *passages: int, **more: Any) -> dict[str, Any]:
+    ids = {"sys_prompt": [1], "passages_ids": list(passages), "history": [], "web_search": [], "user_input": [9]}
+    return {"timestamp": at, "input_length": 90, "output_length": 5, "hash_ids": ids, "session_id": "s", **more}
+
+
+def test_recorded_traces_are_read_and_sped_up(tmp_path: Path) -> None:
+    folder = recorded(tmp_path, [row("82", 2, 3), row("93", 3), row("101", 2)])
+    trace = read(folder, 2, 10.0, words)
+    assert [request.at for request in trace.requests] == pytest.approx([0.0, 1.1])
+    assert [[piece.tokens for piece in request.passages] for request in trace.requests] == [[42, 43], [43]]
+    first, second = (ask.messages for ask in trace.asks())
+    assert first[0] == second[0]
+    assert second[1]["content"].startswith("Passage 1: Text 3.")
+    assert read(folder / TRACE_FILE, 9, 1.0, words).requests[2].at == pytest.approx(19)
+
+
+@pytest.mark.parametrize(
+    ("rows", "message"),
+    [
+        ([row("1", 2), row("2", 7)], "request 2: KeyError: 7"),
+        ([row("soon", 2)], "request 1: ValueError"),
+        ([{"messages": []}], "request 1: KeyError: 'hash_ids'"),
+        ([row("1", 2, hash_ids={"user_input": []})], "request 1: ValueError"),
+        ([], "no requests"),
+    ],
+)
+def test_other_files_are_refused_by_their_line(tmp_path: Path, rows: list[dict[str, Any]], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        read(recorded(tmp_path, rows), 9, 1.0, words)
+
+
+def said(number: int, text: str, **first: float) -> RequestRecord:
+    return RequestRecord("x", AS_SENT, number, 0.0, text=text, first={k: math.log(p) for k, p in first.items()})
+
+
+def test_answers_are_compared_by_text_and_first_token() -> None:
+    plain = [said(0, "a", a=0.5, b=0.3), said(1, "b", b=0.9)]
+    assert alike(plain, plain) == {"same": 1.0, "kl": pytest.approx(0, abs=1e-12)}
+    # b isn't among the likeliest there, so it has at most what the last of them has
+    found = alike([said(0, "z", a=0.6, c=0.1)], plain)
+    assert found["same"] == 0.0
+    assert found["kl"] == pytest.approx(
+        0.5 * math.log(0.5 / 0.6) + 0.3 * math.log(0.3 / 0.1) + 0.2 * math.log(0.2 / 0.3)
+    )
+    assert alike([said(7, "a", a=0.5)], plain) == {"same": None, "kl": None}
+
+
+def test_a_trace_needs_a_model_that_finds_segments() -> None:
+    with pytest.raises(ValueError, match="--checkpoint and --method"):
+        ServeBenchOptions(trace="rag", checkpoint="nano")
+
+
+@pytest.mark.vllm
+@pytest.mark.slow
+def test_the_command_against_real_servers(plugin: None, tmp_path: Path) -> None:
+    out = tmp_path / "trace.json"
+    arguments = [
+        "bench", "serve", "--checkpoint", "nano", "--method", "legolink:4", "--trace", "chat", "--requests", "10",
+        "--prompt-tokens", "800", "--pause", "0.4", "--max-tokens", "4", "--dtype", "float32",
+        "--cache-bytes", "64MiB", "--pool-bytes", "32MiB", "--out", str(out),
+    ]  # fmt: skip
+    code = "from comb.cli.main import main; main()"
+    environment = {**os.environ, "VLLM_LOGGING_LEVEL": "WARNING"}
+    done = subprocess.run(
+        [sys.executable, "-c", code, *arguments], env=environment, capture_output=True, text=True, timeout=900
+    )
+    logs = "".join(path.read_text()[-1500:] for path in out.with_suffix(".logs").glob("*.log"))
+    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-2000:] + logs
+    rows = {(found["server"], found["phase"]): found for found in json.loads(out.read_text())["results"]}
+    plain, comb, reordered = (rows[way] for way in ((PLAIN, AS_SENT), (COMB, AS_SENT), (PLAIN, REORDERED)))
+    assert [found["errors"] for found in rows.values()] == [0, 0, 0]
+    assert plain["prompt_tokens"] == comb["prompt_tokens"]  # the same tokens with and without comb
+    assert comb["computed"] < 0.8 * plain["computed"]
+    assert reordered["computed"] < plain["computed"]
+    assert comb["compiled"] > 0 == plain["compiled"]
+    assert 0 <= comb["kl"] < 1
+    assert f"| {COMB} | {AS_SENT} | 10 |" in out.with_suffix(".md").read_text()
+    assert out.with_suffix(".png").exists()
