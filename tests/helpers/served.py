@@ -26,7 +26,7 @@ ADMIN = "boss"
 ROOT = "COMB_TEST_ROOT"  # a variable by which a server's processes are known
 FLAGS = [
     "--dtype", "float32", "--enforce-eager", "--max-model-len", "512", "--block-size", "32", "--max-num-seqs", "8",
-    "--kv-cache-memory-bytes", "33554432", "--api-key", "alice", "bob", "--enable-prompt-tokens-details",
+    "--kv-cache-memory-bytes", "33554432", "--api-key", "alice", "bob",
     "--max-num-batched-tokens", "512", "--served-model-name", "nano",
 ]  # fmt: skip
 QUESTION = [{"role": "user", "content": "Where is Ada?"}]

@@ -61,6 +61,42 @@ def test_the_openai_client_completes(client: Any) -> None:
     assert whole.choices[0].text != client.completions.create(**asked).choices[0].text
 
 
+def test_the_anthropic_client_sends_documents_in_its_messages(served: Served) -> None:
+    from anthropic import Anthropic, BadRequestError
+
+    text = "Olive left her umbrella in the attic."
+    kept = {"type": "ephemeral", "ttl": "5m"}
+    source = {"type": "text", "media_type": "text/plain", "data": text}
+    question = {"type": "text", "text": QUESTION[0]["content"]}
+
+    def asked(**more: Any) -> dict[str, Any]:
+        parts = [{"type": "document", "source": source, **more}, question]
+        messages = [{"role": "user", "content": parts}]
+        return {"model": "nano", "max_tokens": 12, "extra_body": {"temperature": 0}, "messages": messages}
+
+    with Anthropic(base_url=served.url, auth_token="alice", max_retries=0) as client:
+        first, again = (client.messages.create(**asked(cache_control=kept)) for _ in range(2))
+        expected = text_of(served.chat([text]))
+        assert first.content[0].text == again.content[0].text == expected
+        assert expected != text_of(served.chat([]))
+        usages = [
+            (one.usage.input_tokens, one.usage.cache_read_input_tokens, one.usage.cache_creation_input_tokens)
+            for one in (first, again)
+        ]
+        (document,) = first.comb["documents"]
+        assert usages[0][2] == document["tokens"]
+        assert usages[1][2] == 0
+        assert sum(usages[0]) == sum(usages[1]) == served.chat([text])[1]["usage"]["prompt_tokens"]
+        assert document["id"] in [each["id"] for each in served.request("GET", "/v1/documents")[1]["data"]]
+        with client.messages.stream(**asked()) as stream:
+            assert "".join(stream.text_stream) == expected
+            assert stream.get_final_message().usage.cache_creation_input_tokens == 0
+        with pytest.raises(BadRequestError, match="can't have citations"):
+            client.messages.create(**asked(citations={"enabled": True}))
+    assert served.request("DELETE", f"/v1/documents/{document['id']}")[0] == 200
+    served.wait_until_idle()
+
+
 def test_errors_are_the_openai_clients_own(served: Served, client: Any) -> None:
     import openai
 

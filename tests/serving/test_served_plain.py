@@ -266,6 +266,29 @@ def test_registered_documents_stand_in_messages(plain: Served, library: PlainLib
     assert quota["bytes"] == {"used": 0, "limit": quota["bytes"]["limit"]}
 
 
+def test_documents_written_into_messages_are_linked_and_counted(plain: Served, library: PlainLibrary) -> None:
+    text = "Ira hides behind the well."
+    source = {"type": "content", "content": [{"type": "text", "text": text}]}
+    parts = [{"type": "document", "source": source}, {"type": "text", "text": "Where is Ira?"}]
+    asked = {"model": "nano", "messages": [{"role": "user", "content": parts}], "max_tokens": 8, "temperature": 0}
+    segments = {"ira": [library.builder.segment(text)]}
+    prompt = library.builder.build(
+        [{"role": "user", "content": [{"type": "document", "id": "ira"}, parts[1]]}], [], segments
+    )
+    answers = [plain.request("POST", MESSAGES, asked)[1] for _ in range(2)]
+    assert [answer["comb"]["documents"][0]["state"] for answer in answers] == ["compiled", "hit"]
+    linked = answers[0]["comb"]["linked_tokens"]
+    assert linked == len(segments["ira"][0]) - 4
+    assert linked <= answers[0]["usage"]["cache_creation_input_tokens"] <= len(segments["ira"][0])
+    assert answers[1]["usage"]["cache_creation_input_tokens"] == 0
+    assert answers[1]["usage"]["cache_read_input_tokens"] >= linked
+    for answer in answers:
+        counted = [answer["usage"][name] for name in answer["usage"] if name.endswith("input_tokens")]
+        assert sum(counted) == len(prompt.flat)
+        assert answer["content"] == answers[0]["content"]
+    plain.wait_until_idle()
+
+
 def test_tenants_share_nothing(plain: Served) -> None:
     text = f"A secret: {random.random()}."
     assert [states(chat(plain, [text], key=key)) for key in ("alice", "bob", "alice")] == [

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from comb_serving.api.request_error import RequestError
@@ -41,6 +41,48 @@ def messages_of(path: str, body: Mapping[str, Any]) -> list[dict[str, Any]] | No
         return None
     system = _system(path, body)
     return [*system, *({**turn, "content": parts_of(turn["content"])} for turn in found)]
+
+
+def written_out(path: str, body: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """The parts of type document whose text stands in them, as the Messages API has it, in order. Raises RequestError.
+
+    Those in answers of tools are refused: vLLM would leave them out.
+    """
+    parts = [
+        part
+        for turn in turns(path, body)
+        for part in (turn["content"] if isinstance(turn.get("content"), list) else ())
+        if isinstance(part, dict)
+    ]
+    for part in parts:
+        answer = part.get("content") if part.get("type") == "tool_result" else None
+        for inner in answer if isinstance(answer, list) else ():
+            if isinstance(inner, dict) and inner.get("type") in ("document", "search_result"):
+                reason = "documents in a tool's answer aren't read: write their text, or put them beside it"
+                raise RequestError(400, reason, param=FIELD[path])
+    return [part for part in parts if _is_written_out(part)]
+
+
+def with_names(path: str, body: dict[str, Any], names: Sequence[str]) -> dict[str, Any]:
+    """The body with references by these names in place of the documents that `written_out` finds."""
+    left = iter(names)
+
+    made = [
+        {
+            **turn,
+            "content": [
+                {"type": "document", "id": next(left)} if _is_written_out(part) else part for part in turn["content"]
+            ],
+        }
+        if isinstance(turn.get("content"), list)
+        else turn
+        for turn in turns(path, body)
+    ]
+    return {**body, FIELD[path]: made}
+
+
+def _is_written_out(part: Any) -> bool:
+    return isinstance(part, dict) and part.get("type") == "document" and "source" in part
 
 
 def without_references(path: str, body: dict[str, Any]) -> dict[str, Any]:

@@ -18,6 +18,7 @@ from comb_serving.pool.capability import KEY
 # a document's text has other names elsewhere: Hugging Face's templates, Cohere's API
 TEXTS = ("text", "contents", "snippet")
 FIELDS = {"id", "title", "token_ids", "data", *TEXTS}
+TTLS = {"5m": 300.0, "1h": 3600.0}  # of the Messages API's cache_control
 # beams forget documents inside vLLM; answers in the background outlive their documents' places
 _NOT_WITH_DOCUMENTS = [
     "echo", "prompt_embeds", "continue_final_message", "chat_template", "use_beam_search", "truncate_prompt_tokens",
@@ -115,6 +116,51 @@ def document_of(item: Any, place: int) -> Document:
         return Document(texts[0] if texts else None, ids, found.get("id"), found.get("title"))
     except ValueError as error:
         raise refuse(f": {error}") from error
+
+
+def document_part(part: Mapping[str, Any], param: str) -> tuple[dict[str, Any], float | None]:
+    """A document as the Messages API writes it, in the form of `document_of`, and the seconds that it is to be kept."""
+
+    def refuse(reason: str) -> RequestError:
+        return RequestError(400, f"a part of type document {reason}", param=param)
+
+    unknown = sorted(part.keys() - {"type", "source", "title", "context", "citations", "cache_control"})
+    if unknown:
+        raise refuse(f"has no field {unknown[0]!r}")
+    source = part["source"]
+    text = None
+    if isinstance(source, Mapping) and source.get("type") == "text":
+        text = source.get("data")
+    elif isinstance(source, Mapping) and source.get("type") == "content":
+        content = source.get("content")
+        text = content if isinstance(content, str) else _joined(content)
+    if not isinstance(text, str) or not text:
+        raise refuse(
+            'has a source {"type": "text", "media_type": "text/plain", "data": ...} or {"type": "content", "content": '
+            "...} of texts: files, PDF and addresses aren't read, send their text"
+        )
+    for name in ("title", "context"):
+        if not isinstance(part.get(name) or "", str):
+            raise refuse(f"has a {name} that is no text")
+    if (citations := part.get("citations")) and (not isinstance(citations, Mapping) or citations.get("enabled")):
+        raise refuse("can't have citations: no model here marks its sources. Leave them out, and ask it to quote")
+    kept = None
+    if (control := part.get("cache_control")) is not None:
+        ttl = control.get("ttl", "5m") if isinstance(control, Mapping) else None
+        if ttl not in TTLS or control.get("type") != "ephemeral":
+            raise refuse(f'has a cache_control {{"type": "ephemeral", "ttl": ...}}, ttl one of {", ".join(TTLS)}')
+        kept = TTLS[ttl]
+    whole = "\n\n".join(filter(None, (part.get("context"), text)))
+    return {"text": whole, "title": part.get("title")}, kept
+
+
+def _joined(content: Any) -> str | None:
+    """The text of a list of text parts; None for any other."""
+    texts = [
+        part.get("text") if isinstance(part, Mapping) and part.get("type") == "text" else None
+        for part in (content if isinstance(content, list) else [None])
+    ]
+    return "\n\n".join(map(str, texts)) if all(isinstance(text, str) for text in texts) else None
 
 
 def _is_ids(value: Any) -> bool:

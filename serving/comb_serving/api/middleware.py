@@ -283,6 +283,8 @@ class CombMiddleware:
                         raise
                     logger.info("request %s is computed whole: %s", entry.id, error)
                     prepared = entry.prepared = preprocessor.inlined(prepared)
+                else:
+                    preprocessor.keep(prepared, entry.tenant)
             body = prepared.body
             if prepared.needs_capability:
                 token = prepared.signed(lease, entry.id, self.secret)
@@ -308,12 +310,12 @@ class CombMiddleware:
             self._note_link(entry, token)
             return {**report(prepared, lease), **({} if entry.link is None else asdict(entry.link))}
 
-        if lease is None or prepared.spans:  # documents in the prompt are in vLLM's own usage
+        if lease is None:  # documents in the prompt are in vLLM's own usage
             return ResponseWriter(send, comb)
         prompts = max(1, len(prepared.prompts))
         tokens = prompts * sum(document.handle.tokens for document in lease.documents)
         cached = prompts * sum(document.handle.tokens for document in lease.documents if document.state == "hit")
-        return ResponseWriter(send, comb, tokens, cached)
+        return ResponseWriter(send, comb, tokens, cached, counted=bool(prepared.spans))
 
     def _note_link(self, entry: RequestLogEntry, token: str | None) -> None:
         """Takes what the engine has said of a request, once."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import copy
+import logging
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -24,13 +25,14 @@ from comb.documents.messages import References
 from comb.model.config import CombConfig
 from comb_serving.api.body import MAX_VALUES
 from comb_serving.api.choice import INLINED, MethodChoice
-from comb_serving.api.conversation import FIELD, messages_of, turns, without_references
+from comb_serving.api.conversation import FIELD, messages_of, turns, with_names, without_references, written_out
 from comb_serving.api.conversion import as_rendered, converted
 from comb_serving.api.fields import (
     check_combinations,
     check_names,
     check_reserved,
     document_of,
+    document_part,
     prompts_of,
     references_of,
     template_arguments,
@@ -43,13 +45,12 @@ from comb_serving.config.tenants import prefix_salt
 from comb_serving.linking.methods import LinkMethod
 from comb_serving.linking.plan import Range
 from comb_serving.manager.counters import Counters
-from comb_serving.manager.leases import (
-    Lease,
-    WantedDocument,
-)
+from comb_serving.manager.leases import Lease, TenantQuotaError, WantedDocument
 from comb_serving.manager.manager import PICManager
 from comb_serving.manager.sightings import Sightings
 from comb_serving.pool.capability import KEY, MARK, Capability, digest, pack
+
+logger = logging.getLogger(__name__)
 
 Result = TypeVar("Result")
 Gone = Callable[[], bool]  # whether nobody waits for a result any more
@@ -69,6 +70,7 @@ class PreprocessedRequest:
         prompts: token ids of the prompts, each with all documents; empty where vLLM renders the messages.
         spans: where documents are linked in the prompts, their places in each of them.
         unlinked: of a request without documents, whose segments were found: the body for where none is linked.
+        kept: seconds that the client asks some of its documents to be kept, by their ids.
     """
 
     body: dict[str, Any]
@@ -78,6 +80,7 @@ class PreprocessedRequest:
     prompts: tuple[list[int], ...] = ()
     spans: tuple[tuple[Range, ...], ...] = ()
     unlinked: dict[str, Any] | None = None
+    kept: Mapping[str, float] = field(default_factory=dict)
 
     @property
     def linked(self) -> bool:
@@ -171,26 +174,56 @@ class Preprocessor:
         if self.choice.plain and body.get("prompt_logprobs") is not None:
             method = INLINED  # of every token: vLLM computes the prompt whole, with what stands in it
         linked, about = not method.full, self.choice.about(method)
+        body, written, kept = await self._written(path, body, tenant, linked)
         named = References() if path == COMPLETIONS else references_of(turns(path, body))
         if given in (None, []) and named == References():
             plain = PreprocessedRequest(salted(body, tenant), method, about)
             return await self._with_found(path, plain, tenant) if finds and linked else plain
         check_combinations(body)
         listed = await self.tokenize([] if given is None else given, tenant, linked)
-        names = [*named.before, *named.after]
-        inside = dict(zip(names, _registered(self.catalog(tenant), names), strict=True))
+        names = [name for name in (*named.before, *named.after) if name not in written]
+        inside = written | dict(zip(names, _registered(self.catalog(tenant), names), strict=True))
         before, after = ([inside[name] for name in names] for names in (named.before, named.after))
         segments = (*before, *listed, *after)
         if self.choice.plain:
             body = salted(body, tenant)
         else:
             body = salted(body, tenant, [segment.key for segment in segments] if linked else (), MARK)
-        request = PreprocessedRequest(body, method, about, segments)
+        request = PreprocessedRequest(body, method, about, segments, kept=kept)
         build = partial(self._built, path, request, listed, named, inside)
         prompts = len(body["prompt"]) if isinstance(body.get("prompt"), list) else 1
         room = None if self.max_tokens is None else self.max_tokens * prompts
         request = await self._aside(list(texts_of(body)), room, build)
         return request if linked else self.inlined(request)
+
+    async def _written(
+        self, path: str, body: dict[str, Any], tenant: str, linked: bool
+    ) -> tuple[dict[str, Any], dict[str, KeyedSegment], dict[str, float]]:
+        """Documents whose text stands in messages: the body with ids there, they by these, and which to keep."""
+        parts = [] if path == COMPLETIONS else written_out(path, body)
+        if not parts:
+            return body, {}, {}
+        read = [document_part(part, FIELD[path]) for part in parts]
+        found = await self.tokenize([document for document, _ in read], tenant, linked)
+        kept = {segment.id: ttl for segment, (_, ttl) in zip(found, read, strict=True) if ttl is not None}
+        body = with_names(path, body, [segment.id for segment in found])
+        return body, {segment.id: segment for segment in found}, kept
+
+    def keep(self, request: PreprocessedRequest, tenant: str) -> None:
+        """Registers and pins what a client has asked to be kept, whose lease it has; what has no room there isn't."""
+        assert self.manager is not None
+        for segment in request.segments:
+            if segment.id not in request.kept:
+                continue
+            catalog = self.catalog(tenant, keep=True)
+            try:
+                if len({*catalog.ids(), segment.id}) > self.max_documents:
+                    raise TenantQuotaError(f"{self.max_documents} are registered")
+                self.manager.check_pin(wanted(segment, tenant))
+            except TenantQuotaError as error:
+                logger.info("a document is not kept: %s", error)
+            else:
+                catalog.add([segment], pin=True, ttl=request.kept[segment.id])
 
     async def _with_found(self, path: str, plain: PreprocessedRequest, tenant: str) -> PreprocessedRequest:
         """A request without documents, with the segments of its prompt; as it came where it has none.

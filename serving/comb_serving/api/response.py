@@ -40,11 +40,14 @@ class ResponseWriter:
 
     Args:
         comb: the report; asked for once, when vLLM answers.
-        tokens: of documents beside the prompt, which count as prompt tokens; cached: those of them that were hits.
+        tokens: of documents, which count as prompt tokens; cached: those of them that were hits.
+        counted: whether vLLM counts them already, as they stand in the prompt: there the linked ones are cached.
     """
 
-    def __init__(self, send: Send, comb: Callable[[], dict[str, Any]], tokens: int = 0, cached: int = 0) -> None:
-        self.send, self.comb, self.tokens, self.cached = send, comb, tokens, cached
+    def __init__(
+        self, send: Send, comb: Callable[[], dict[str, Any]], tokens: int = 0, cached: int = 0, *, counted: bool = False
+    ) -> None:
+        self.send, self.comb, self.tokens, self.cached, self.counted = send, comb, tokens, cached, counted
         self.finished = False
         self._start: Message | None = None
         self._streams = self._passes = False
@@ -132,9 +135,13 @@ class ResponseWriter:
         name = "prompt" if "prompt_tokens" in usage else "input"
         if not isinstance(usage.get(f"{name}_tokens"), int):
             return
-        if "total_tokens" not in usage:  # the Messages API counts what was cached apart
-            usage["input_tokens"] += self.tokens - self.cached
-            usage["cache_read_input_tokens"] = (usage.get("cache_read_input_tokens") or 0) + self.cached
+        if "total_tokens" not in usage:  # the Messages API counts apart what was cached, and what is from now on
+            read, new = usage.get("cache_read_input_tokens") or 0, self.tokens - self.cached
+            made = min(read, new) if self.counted else new
+            usage["cache_read_input_tokens"] = read - made if self.counted else read + self.cached
+            usage["cache_creation_input_tokens"] = (usage.get("cache_creation_input_tokens") or 0) + made
+            return
+        if self.counted:
             return
         usage[f"{name}_tokens"] += self.tokens
         if isinstance(usage["total_tokens"], int):

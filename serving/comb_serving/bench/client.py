@@ -103,9 +103,7 @@ class Target:
             computed=prompt - (getattr(details, "cached_tokens", 0) or 0), **_said(chunk for chunk, _ in chunks),
         )  # fmt: skip
 
-    def run_closed(
-        self, phase: str, asks: Iterable[Asked], clients: int, *, pause: float = 0.0
-    ) -> list[RequestRecord]:
+    def run_closed(self, phase: str, asks: Iterable[Asked], clients: int, *, pause: float = 0.0) -> list[RequestRecord]:
         """`clients` at once, each sends its next request `pause` seconds after its last answer; ready when all are."""
         waiting = iter(asks)
 

@@ -83,7 +83,6 @@ def serve_in_turns(options: ServeBenchOptions, report: BenchmarkReport) -> None:
         positions = options.positions
         if trace is not None:
             linking += ["--comb-segments", "auto"]
-            more += ["--enable-prompt-tokens-details"]
             positions = trace.positions(options.max_tokens)
         found = plans(options, models.backbone, [models.adapter, *linking], more, positions=positions)
         report.facts |= {

@@ -112,7 +112,8 @@ def plans(
     if not 0 < pool_bytes < cache_bytes:
         raise ValueError(f"--pool-bytes is a part of --cache-bytes, {cache_bytes}: not {pool_bytes}")
     common = [
-        "--served-model-name", MODEL, "--max-model-len", str(positions), "--enable-prefix-caching", *more,
+        "--served-model-name", MODEL, "--max-model-len", str(positions), "--enable-prefix-caching",
+        "--enable-prompt-tokens-details", *more,
         *_given_options(options.vllm),
     ]  # fmt: skip
     comb = [*COMMAND, *served, "--comb-pool-bytes", str(pool_bytes)]

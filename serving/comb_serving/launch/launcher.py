@@ -177,7 +177,9 @@ def launch(
         # clients know a registered model by its name, not by the folder where it lies
         names = [] if flags.named or model == options.checkpoint else ["--served-model-name", options.checkpoint]
         tokenizer = [] if options.method is not None else tokenizer_flags(Path(model), arguments)
-        ours = [*names, *tokenizer, *as_flags(engine or {}), "--middleware", MIDDLEWARE]
+        # how much of a prompt wasn't computed is what clients want to know of this server
+        ours = [*names, *tokenizer, *as_flags(engine or {}), "--enable-prompt-tokens-details"]
+        ours += ["--middleware", MIDDLEWARE]
         command = [*server, "--model", model, *arguments, *ours]
         # a session of its own: a terminal's Ctrl-C reaches it once, through us
         process = subprocess.Popen(
