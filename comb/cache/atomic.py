@@ -1,4 +1,5 @@
-"""Files that are there whole or not at all: a temporary one in the same folder, synced, then renamed into place."""
+"""Files that are there whole or not at all (a temporary one in the same folder, synced, then renamed into place), and
+folders that nobody else may enter."""
 
 from __future__ import annotations
 
@@ -67,3 +68,35 @@ def is_abandoned(path: Path) -> bool:
     except (OSError, ValueError):  # not ours to signal, hence alive; or vanished; or no name of ours
         return False
     return False
+
+
+def private_folder(folder: Path, suffix: str) -> None:
+    """Makes a folder of mode 0700, or one of what is there; left over temporary files are deleted.
+
+    Args:
+        suffix: of the files that are kept there.
+
+    Raises:
+        ValueError: it can't be made or listed, or is open to others and holds something else.
+    """
+    try:
+        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        if os.name == "posix" and (mode := folder.stat().st_mode) & 0o077:
+            # a forged file would answer with someone else's content, so it is ours alone; never close a shared one
+            for path in folder.iterdir():
+                if path.name.endswith(suffix) or path.name.startswith(TEMPORARY_PREFIX) or _is_private(path):
+                    continue
+                raise ValueError(
+                    f"disk_path expects a folder of its own that only its owner may enter (mode 0700), {folder} "
+                    f"has mode {mode & 0o777:04o} and holds {path.name!r}; give an empty or new folder"
+                )
+            folder.chmod(0o700)
+        for path in filter(is_abandoned, folder.iterdir()):
+            path.unlink(missing_ok=True)
+    except OSError as error:
+        raise ValueError(f"disk_path expects a folder that can be made and read, {folder}: {error}") from error
+
+
+def _is_private(path: Path) -> bool:
+    """Whether this is a folder that others can't enter anyway, such as those of `comb serve`."""
+    return path.is_dir() and not path.is_symlink() and not path.stat().st_mode & 0o077

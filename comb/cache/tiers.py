@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from comb.cache.atomic import TEMPORARY_PREFIX, is_abandoned, write_whole
+from comb.cache.atomic import private_folder, write_whole
 from comb.cache.index import IndexEntry, Tier
 from comb.cache.picache import PICache
 from comb.cache.picache_file import PICacheError, deserialize, serialize
@@ -71,24 +71,7 @@ class DiskTier(Tier[Any]):
         super().__init__(budget)
         self.folder = folder
         self._said: set[int | None] = set()
-        try:
-            folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-            if os.name == "posix" and (mode := folder.stat().st_mode) & 0o077:
-                self._close_to_others(mode)
-            for path in filter(is_abandoned, folder.iterdir()):
-                path.unlink(missing_ok=True)
-        except OSError as error:
-            raise ValueError(f"disk_path expects a folder that can be made and read, {folder}: {error}") from error
-
-    def _close_to_others(self, mode: int) -> None:
-        # a forged file would answer with someone else's content, so the folder is ours alone; never close a shared one
-        for path in self.folder.iterdir():
-            if not path.name.endswith(SUFFIX) and not path.name.startswith(TEMPORARY_PREFIX):
-                raise ValueError(
-                    f"disk_path expects a folder of its own that only its owner may enter (mode 0700), {self.folder} "
-                    f"has mode {mode & 0o777:04o} and holds {path.name!r}; give an empty or new folder"
-                )
-        self.folder.chmod(0o700)
+        private_folder(folder, SUFFIX)
 
     def found(self) -> list[StoreEntry]:
         """What is there, the one whose use is longest ago first."""

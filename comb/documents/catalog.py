@@ -44,8 +44,9 @@ def by_document(segments: Sequence[KeyedSegment]) -> list[list[KeyedSegment]]:
 @dataclass(frozen=True)
 class _CatalogEntry:
     segments: tuple[KeyedSegment, ...]
-    pinned: bool
+    pin: bool
     expires_at: float | None
+    pinned: set[str] = field(default_factory=set)  # keys whose pins the store has
 
     @property
     def id(self) -> str:
@@ -76,7 +77,8 @@ class CatalogStore(Protocol):
 class DocumentCatalog:
     """Ids to segments. Token ids stay here, so an evicted PICache is compiled again, never missed.
 
-    Thread-safe. The store's pins follow the ids: each pinned id holds one.
+    Thread-safe. The store's pins follow the ids: each pinned id holds one, from the time when the store has something
+    to pin.
     """
 
     store: CatalogStore
@@ -99,17 +101,31 @@ class DocumentCatalog:
                 )
 
     def add(self, segments: Sequence[KeyedSegment], *, pin: bool, ttl: float | None) -> None:
-        """Adds or renews one document, whose PICaches the caller holds. `ttl` in seconds; None is for ever."""
+        """Adds or renews one document. `ttl` in seconds; None is for ever.
+
+        Whose PICaches the caller doesn't hold now gets its pin by `pin`.
+        """
         entry = _CatalogEntry(tuple(segments), pin, None if ttl is None else self.clock() + ttl)
         with self._lock:
             before = self._entries.get(entry.id)
             self._entries[entry.id] = entry
             for key in entry.keys:
-                self.store.set_expiry(key, self._longest_left(key))
-                if pin:
-                    self.store.pin(key)
+                self._follow(entry, key)
             if before is not None:
                 self._unpin(before)
+
+    def unpinned(self, segments: Iterable[KeyedSegment]) -> list[KeyedSegment]:
+        """Those of pinned documents that the store had nothing of when they were added."""
+        with self._lock:
+            return [segment for segment in segments if (entry := self._entries.get(segment.id)) is not None
+                    and entry.pin and segment.key in entry.keys - entry.pinned]  # fmt: skip
+
+    def pin(self, segment: KeyedSegment) -> None:
+        """Pins the PICache of an `unpinned` segment, which the caller holds, until its id's time is over."""
+        with self._lock:
+            self._forget_expired()
+            if (entry := self._entries.get(segment.id)) is not None:
+                self._follow(entry, segment.key)
 
     def find(self, ids: Iterable[str]) -> list[KeyedSegment]:
         """The segments of `ids`, in order. Raises UnknownDocumentError naming the first that isn't here."""
@@ -133,11 +149,19 @@ class DocumentCatalog:
             for key in {key for entry in found for key in entry.keys} - kept:
                 self.store.remove(key)
 
+    def _follow(self, entry: _CatalogEntry, key: str) -> None:
+        """Gives the store's PICache the time of its ids, and the pin of this one."""
+        # who stays for ever needn't be compared with all others
+        self.store.set_expiry(key, None if entry.expires_at is None else self._longest_left(key))
+        if entry.pin and key not in entry.pinned and self.store.pin(key):
+            entry.pinned.add(key)
+
     def _longest_left(self, key: str) -> float | None:
         """Seconds until the last id of a content expires; None if one never does."""
         ends = [entry.expires_at for entry in self._entries.values() if key in entry.keys]
         now = self.clock()
-        return None if None in ends else max(end - now for end in ends if end is not None)
+        # a store takes no time that has just ended
+        return None if None in ends else max(1e-3, *(end - now for end in ends if end is not None))
 
     def _find(self, ids: Iterable[str]) -> list[_CatalogEntry]:
         if isinstance(ids, str):
@@ -162,5 +186,5 @@ class DocumentCatalog:
             self._unpin(entry)
 
     def _unpin(self, entry: _CatalogEntry) -> None:
-        for key in entry.keys if entry.pinned else ():
+        for key in entry.pinned:
             self.store.unpin(key)

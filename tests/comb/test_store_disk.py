@@ -113,12 +113,17 @@ def test_the_folder_is_private(tmp_path: Path) -> None:
         PICacheStore(disk_path=tmp_path / "new" / "cache")
         (tmp_path / "empty").mkdir(mode=0o755)
         PICacheStore(disk_path=tmp_path / "empty")
+        (tmp_path / "served").mkdir(mode=0o755)
+        (tmp_path / "served" / "private").mkdir(mode=0o700)
+        PICacheStore(disk_path=tmp_path / "served")
         (tmp_path / "home").mkdir(mode=0o755)
     finally:
         os.umask(old_mask)
     assert stat.S_IMODE((tmp_path / "new" / "cache").stat().st_mode) == 0o700
-    assert stat.S_IMODE((tmp_path / "empty").stat().st_mode) == 0o700
+    for name in ("empty", "served"):
+        assert stat.S_IMODE((tmp_path / name).stat().st_mode) == 0o700
     (tmp_path / "home" / "letter.txt").write_text("mine")
+    (tmp_path / "home" / "private").mkdir(mode=0o700)
     with pytest.raises(ValueError, match=r"mode 0755 and holds 'letter\.txt'; give an empty or new folder"):
         PICacheStore(disk_path=tmp_path / "home")
     assert stat.S_IMODE((tmp_path / "home").stat().st_mode) == 0o755

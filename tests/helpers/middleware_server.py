@@ -43,7 +43,9 @@ class Server:
                 layout, self.encoders, wait_seconds=known.wait_seconds, held_share=known.tenant_share,
                 pinned_share=known.pinned_share,
             )  # fmt: skip
-        preprocessor = Preprocessor(BUILDER, self.manager, MethodChoice(known), 3, max_tokens=max_tokens)
+        preprocessor = Preprocessor(
+            BUILDER, self.manager, MethodChoice(known), 3, max_tokens=max_tokens, disk_path=known.disk_path
+        )
         front = ServerFront(known, SECRET, preprocessor, processes, reports)
         self.app = CombMiddleware(self.echo, front=front)
 

@@ -4,18 +4,20 @@ from __future__ import annotations
 
 import json
 import re
-from dataclasses import fields
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
+import typer
 import yaml
 
 from comb_serving.api.routes import CHAT
-from comb_serving.config.serve_options import ServeOptions, flag_of
+from comb_serving.config.serve_options import ServeOptions, parse_bytes
+from comb_serving.launch.launcher import read_flags
 from comb_serving.linking.layout import LinkingLayout
 from comb_serving.linking.reports import LinkReport
+from comb_serving.plugin import add_commands
 from tests.helpers.middleware_server import Server, chat
 
 ROOT = Path(__file__).parents[2]
@@ -52,6 +54,7 @@ async def shown_by(server: Server) -> set[str]:
     preprocessor = server.app.front().preprocessor
     assert (await server.client("alice").post(CHAT, chat())).status == 200
     preprocessor.counters.count_audit("naive", 3, 4)
+    preprocessor.counters.count_found(3, linked=True)
     preprocessor.counters.count_prompt("naive", LinkReport(1, 2, 3))
     registry = CollectorRegistry()
     encoders: Any = SimpleNamespace(waiting=0, restarts=0, kept_bytes={})
@@ -73,7 +76,6 @@ def test_panels_do_not_overlap_and_have_one_id_each() -> None:
 
 def test_compose_names_files_volumes_and_options_that_exist() -> None:
     compose = yaml.safe_load((DEPLOY / "compose.yaml").read_text())
-    gpu = yaml.safe_load((DEPLOY / "compose.gpu.yaml").read_text())
     for service in compose["services"].values():
         for volume in service.get("volumes", []):
             source = re.sub(r"^\$\{[^}]*\}", "${}", volume).split(":")[0]
@@ -82,17 +84,96 @@ def test_compose_names_files_volumes_and_options_that_exist() -> None:
     assert (DEPLOY / build["context"]).resolve() == ROOT
     for kind in ("gpu", "cpu"):
         assert (ROOT / f"serving/deploy/Dockerfile.{kind}").exists()
-    options = {flag_of(each) for each in fields(ServeOptions) if "default" in each.metadata}
-    for one in (compose, gpu):
-        given = [item.split("=")[0] for item in one["services"]["comb"]["command"] if item.startswith("--comb")]
-        assert given
-        assert set(given) <= options
+
+
+class DeployedServer(NamedTuple):
+    arguments: list[str]
+    shared_memory: str
+    grace_seconds: float
+    port: int
+    health: set[str]
+
+
+def kubernetes() -> dict[str, Any]:
+    return {one["kind"]: one for one in yaml.safe_load_all((DEPLOY / "kubernetes.yaml").read_text())}
+
+
+def deployed(name: str) -> DeployedServer:
+    """The server that a file starts."""
+    if name == "kubernetes":
+        pod = kubernetes()["Deployment"]["spec"]["template"]["spec"]
+        (container,) = pod["containers"]
+        mounts = {mount["mountPath"]: mount["name"] for mount in container["volumeMounts"]}
+        (shm,) = (volume for volume in pod["volumes"] if volume["name"] == mounts["/dev/shm"])
+        assert shm["emptyDir"]["medium"] == "Memory"
+        (port,) = container["ports"]
+        probes = [container[f"{kind}Probe"]["httpGet"] for kind in ("startup", "readiness", "liveness")]
+        assert {probe["port"] for probe in probes} == {port["name"]}
+        return DeployedServer(
+            container["args"],
+            shm["emptyDir"]["sizeLimit"],
+            pod["terminationGracePeriodSeconds"],
+            port["containerPort"],
+            {probe["path"] for probe in probes},
+        )
+    service: dict[str, Any] = {}
+    for file in ("compose.yaml", f"{name}.yaml"):  # what stands in the second one counts
+        service |= yaml.safe_load((DEPLOY / file).read_text())["services"]["comb"]
+    (port,) = service["ports"]
+    outside, inside = port.split(":")
+    (url,) = re.findall(r"http://localhost:([0-9]+)(/[a-z]+)", service["healthcheck"]["test"][-1])
+    assert outside == inside == url[0]
+    grace = float(service["stop_grace_period"].removesuffix("s"))
+    return DeployedServer(service["command"], service["shm_size"], grace, int(inside), {url[1]})
+
+
+@pytest.mark.parametrize("name", ["compose", "compose.gpu", "kubernetes"])
+def test_servers_are_started_with_options_that_exist_and_have_room_and_time(name: str) -> None:
+    server = deployed(name)
+    app = typer.Typer()
+    add_commands(app)
+    context = typer.main.get_command(app).make_context("serve", list(server.arguments))
+    options, others = ServeOptions.read(context.params), context.args
+    assert options.checkpoint == "/adapter"
+    assert options.disk_path is not None
+    assert parse_bytes(server.shared_memory) > parse_bytes(options.pool_bytes)
+    assert server.grace_seconds >= options.drain_seconds + 5
+    assert server.health == {"/health"}
+    flags = read_flags(others, {})
+    assert (flags.host, flags.port) == ("0.0.0.0", server.port)
+    parsing = pytest.importorskip("vllm.entrypoints.launchers.cli_args")
+    from vllm.utils.argparse_utils import FlexibleArgumentParser
+
+    parsing.make_arg_parser(FlexibleArgumentParser(exit_on_error=False)).parse_args(others)
+
+
+def test_kubernetes_names_what_is_there() -> None:
+    found = kubernetes()
+    pod = found["Deployment"]["spec"]["template"]
+    (container,) = pod["spec"]["containers"]
+    volumes = {volume["name"]: volume for volume in pod["spec"]["volumes"]}
+    assert {mount["name"] for mount in container["volumeMounts"]} == volumes.keys()
+    claim = found["PersistentVolumeClaim"]
+    assert volumes["data"]["persistentVolumeClaim"]["claimName"] == claim["metadata"]["name"]
+    (size,) = (item.split("=")[1] for item in container["args"] if item.startswith("--comb-disk-bytes="))
+    assert parse_bytes(claim["spec"]["resources"]["requests"]["storage"]) > parse_bytes(size)
+    paths = [*(item.partition("=")[2] for item in container["args"]), *(item["value"] for item in container["env"])]
+    mounted = tuple(mount["mountPath"] for mount in container["volumeMounts"])
+    assert all(path.startswith(mounted) for path in paths if path.startswith("/"))
+    # what others must not read is no argument, which everybody on the machine can
+    assert container["envFrom"] == [{"secretRef": {"name": "comb"}}]
+    for selector in (found["Service"]["spec"]["selector"], found["Deployment"]["spec"]["selector"]["matchLabels"]):
+        assert selector == pod["metadata"]["labels"]
+    (port,) = found["Service"]["spec"]["ports"]
+    assert port["targetPort"] == container["ports"][0]["name"]
 
 
 def test_prometheus_and_grafana_find_each_other() -> None:
     compose = yaml.safe_load((DEPLOY / "compose.yaml").read_text())["services"]
     scrape = yaml.safe_load((DEPLOY / "prometheus.yaml").read_text())["scrape_configs"][0]
-    assert scrape["static_configs"][0]["targets"][0].split(":")[0] in compose
+    host, port = scrape["static_configs"][0]["targets"][0].split(":")
+    assert host in compose
+    assert int(port) == deployed("compose").port
     source = yaml.safe_load((DEPLOY / "grafana/provisioning/datasources/prometheus.yaml").read_text())["datasources"][0]
     assert source["url"].removeprefix("http://").split(":")[0] in compose
     panels = json.loads(DASHBOARD.read_text())["panels"]

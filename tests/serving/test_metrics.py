@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -38,8 +39,9 @@ async def test_every_document_is_counted_by_what_became_of_it() -> None:
     assert server.sample("references") == 0
 
 
-async def test_blocks_and_bytes_add_up() -> None:
-    server = Server(ranks=2, host_bytes=1000, disk_path="/nowhere")
+async def test_blocks_and_bytes_add_up(tmp_path: Path) -> None:
+    server = Server(ranks=2, host_bytes=1000, disk_path=str(tmp_path))
+    await server.app.front().check(None)
     await server.client().post("/v1/documents", {"token_ids": [1] * 32, "pin": True})
     await server.client().post("/v1/documents", {"token_ids": [2] * 5})
     blocks = {state: server.sample("pool_blocks", state=state) for state in ("free", "used", "pinned")}

@@ -18,6 +18,7 @@ from typing import Any
 
 import pytest
 
+from comb_serving.api.registered import FOLDER
 from comb_serving.launch.server_process import free_port
 
 # Ray Serve gives up on its HTTP proxy after five seconds, less than its processes take to start on a busy machine
@@ -174,8 +175,10 @@ def test_settings_come_from_files_and_command_lines() -> None:
     found = ReplicasConfig.model_validate(given)
     assert (found.replicas, found.gpus, found.load_floor) == (3, 2.0, 8)
     assert found.command_of("replica-1")[-5:] == ["c", "--comb-disk", "/a b/replica-1", "-tp", "2"]
+    assert found.disk_of("replica-1") == Path("/a b/replica-1")
     given = {"checkpoint": "c", "arguments": ["--port-like", 3]}
     assert ReplicasConfig.model_validate(given).arguments == ("--port-like", "3")
+    assert ReplicasConfig.model_validate(given).disk_of("replica-1") is None
     for wrong, message in (({}, "checkpoint"), ({"checkpoint": "c", "replica": 2}, "replica"),
                            ({"checkpoint": "c", "replicas": 0}, "greater than or equal to 1")):  # fmt: skip
         with pytest.raises(ValueError, match=message):
@@ -221,7 +224,8 @@ def gate(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def url(gate: Path) -> Iterator[str]:
     with application(
-        checkpoint="adapter", arguments=["--name", "{replica}", "--gate", gate],
+        checkpoint="adapter",
+        arguments=["--name", "{replica}", "--gate", gate, "--comb-disk", gate.with_name("{replica}")],
         command=(sys.executable, "-c", PROGRAM), load_floor=2,
     ) as found:  # fmt: skip
         yield found
@@ -301,7 +305,7 @@ def test_a_request_that_breaks_a_server_off_is_not_sent_to_others(url: str) -> N
     assert chat(url, "0")
 
 
-def test_registered_documents_are_everywhere_also_after_restarts(url: str) -> None:
+def test_registered_documents_are_everywhere_also_after_restarts(url: str, gate: Path) -> None:
     def at_each(key: str = "alice") -> set[frozenset[str]]:
         """What the replicas know."""
         answers = [chat(url, text, key=key) for text in map(str, range(12))]
@@ -323,12 +327,16 @@ def test_registered_documents_are_everywhere_also_after_restarts(url: str) -> No
 
     places = {text: chat(url, text)["name"] for text in map(str, range(9))}
     before = chat(url, "0")
+    # what its server has registered may have been deleted when it is up again
+    kept = gate.with_name(before["name"]) / FOLDER
+    kept.mkdir(parents=True)
     os.kill(before["pid"], signal.SIGKILL)
     assert wait_for(lambda: answered(url, "0"), 10)["name"] != before["name"]
     assert all(chat(url, text)["name"] in places.values() for text in places)
     assert add("meanwhile")[0] == 200
     again = wait_for(lambda: found if (found := chat(url, "0"))["name"] == before["name"] else None)
     assert again["pid"] != before["pid"]
+    assert not kept.exists()
     assert {text: chat(url, text)["name"] for text in places} == places
     assert at_each() == {frozenset({"x", "made-no id", "meanwhile"})}
     assert at_each("bob") == {frozenset({"x"})}

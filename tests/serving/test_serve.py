@@ -61,6 +61,6 @@ def test_metrics_have_what_the_dashboard_asks_for(served: Served) -> None:
     there = set(re.findall(r"^((?:vllm|comb):[a-z_]+)", text, re.M))
     assert {name for name in asked if name.startswith("vllm:")}
     # a server of a plain model has these (test_deploy)
-    plain = re.compile("comb:(method|(prompt|audit)_tokens_total|compile_seconds_(bucket|sum|count))")
+    plain = re.compile("comb:(method|(prompt|audit)_tokens_total|found_total|compile_seconds_(bucket|sum|count))")
     assert {name for name in asked if not plain.fullmatch(name)} <= there
     assert {name for name in asked if plain.fullmatch(name)}

@@ -84,16 +84,17 @@ def test_the_anthropic_client_sends_documents_in_its_messages(served: Served) ->
             for one in (first, again)
         ]
         (document,) = first.comb["documents"]
+        cached = f"cached-{document['id']}"
         assert usages[0][2] == document["tokens"]
         assert usages[1][2] == 0
         assert sum(usages[0]) == sum(usages[1]) == served.chat([text])[1]["usage"]["prompt_tokens"]
-        assert document["id"] in [each["id"] for each in served.request("GET", "/v1/documents")[1]["data"]]
+        assert cached in [each["id"] for each in served.request("GET", "/v1/documents")[1]["data"]]
         with client.messages.stream(**asked()) as stream:
             assert "".join(stream.text_stream) == expected
             assert stream.get_final_message().usage.cache_creation_input_tokens == 0
         with pytest.raises(BadRequestError, match="can't have citations"):
             client.messages.create(**asked(citations={"enabled": True}))
-    assert served.request("DELETE", f"/v1/documents/{document['id']}")[0] == 200
+    assert served.request("DELETE", f"/v1/documents/{cached}")[0] == 200
     served.wait_until_idle()
 
 

@@ -93,8 +93,13 @@ def test_documents_come_and_go_and_answers_stay_the_same(small: Served, library:
 def test_after_a_restart_the_first_request_hits(
     small: Served, nano_adapter: Path, library: Library, disk: Path, tmp_path_factory: pytest.TempPathFactory
 ) -> None:
+    kept = {"id": "kept", "text": "This one is registered.", "pin": True}
+    assert small.request("POST", "/v1/documents", kept)[0] == 200
     small.process.send_signal(signal.SIGTERM)
     small.process.wait(90)
     with serve(nano_adapter, tmp_path_factory.mktemp("again"), "--comb-disk", str(disk), pool=POOL) as again:
         ask_from_the_disk(again, library)
+        assert states(again.chat([{"id": "kept"}], max_tokens=1)) == ["disk"]
+        assert again.request("GET", "/v1/comb")[1]["quota"]["pinned_bytes"]["used"] > 0
+        assert again.request("GET", "/v1/documents", key="bob")[1]["data"] == []
         assert states(ask(again, ["Nobody has asked for this one."])) == ["encoded"]  # the control

@@ -33,12 +33,13 @@ async def test_off_inlines_from_the_next_request_on_and_on_finds_the_pool_as_it_
     assert [document["state"] for document in off.json["comb"]["documents"]] == ["inlined", "inlined"]
     asked = await client.post(CHAT, chat(comb={"encoder": True}))  # a request can't switch it on
     assert asked.json["comb"]["encoder"] is False
-    made = await client.post("/v1/documents", {"text": "Cy sleeps.", "id": "cy"})
+    made = await client.post("/v1/documents", {"text": "Cy sleeps.", "id": "cy", "pin": True})
     assert (made.status, made.json["state"]) == (200, "inlined")
     assert len(server.encoders.asked) == 2
     assert (await admin.post(SWITCH, {"encoder": True})).json["encoder"] is True
     on = await client.post(CHAT, chat(documents=[*DOCUMENTS, {"id": "cy"}]))
     assert [document["state"] for document in on.json["comb"]["documents"]] == ["hit", "hit", "encoded"]
+    assert server.manager.blocks_by_state()["pinned"] == 1
     server.check_idle()
 
 

@@ -54,18 +54,19 @@ def documents_of_any(got: dict[str, Any], method: str | None) -> Any:
     return unpack(Capability.verify(got["vllm_xargs"][KEY], SECRET).documents, num_blocks=8, block_size=16)
 
 
-async def test_cache_control_keeps_them_for_their_time() -> None:
+async def test_cache_control_keeps_them_for_their_time(monkeypatch: pytest.MonkeyPatch) -> None:
     server = Server()
     client = server.client("alice")
     for ttl, kept in (("1h", {"ttl": "1h"}), ("5m", {})):
         written = document(title=ttl, cache_control={"type": "ephemeral", **kept})
         assert (await client.post(MESSAGES, body(written))).status == 200
     assert (await client.post(MESSAGES, body(document(title="not kept")))).status == 200
-    (catalog,) = server.app.front().preprocessor.catalogs.values()  # no other tenant's
+    registered = server.app.front().preprocessor.registered
+    (catalog,) = registered._catalogs.values()  # no other tenant's
     start = catalog.clock()
     assert server.manager.blocks_by_state()["pinned"] == 2
     for seconds, left in ((299, 2), (301, 1), (3601, 0)):
-        catalog.clock = lambda seconds=seconds: start + seconds
+        monkeypatch.setattr(catalog, "clock", lambda now=start + seconds: now)
         assert len(catalog.ids()) == left
     assert server.manager.blocks_by_state()["pinned"] == 0
 

@@ -6,6 +6,7 @@ import asyncio
 import json
 import os
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, TypeAlias, cast
 
@@ -73,23 +74,30 @@ class ServerFront:
                 builder.tokenizer, least=options.segment_tokens, most=most, patterns=options.segment_patterns
             )
             sightings = Sightings(manager, finder, encoders.spare)
-        preprocessor = Preprocessor(builder, manager, MethodChoice(options), options.max_documents, sightings=sightings)
+        preprocessor = Preprocessor(
+            builder, manager, MethodChoice(options), options.max_documents, sightings=sightings,
+            disk_path=options.disk_path,
+        )  # fmt: skip
         audit = Audit(options.audit, preprocessor, secret) if options.audit else None
         REGISTRY.register(CombCollector(preprocessor, encoders, options))
         return cls(options, secret, preprocessor, encoders, reports, audit)
 
     async def check(self, engine: Any) -> None:
-        """Waits for encoders, and has documents read on the way that requests take. Raises if they aren't."""
+        """Waits for encoders, takes back what was registered, and has documents read on the way that requests take.
+
+        Raises if they aren't.
+        """
         if (config := getattr(engine, "model_config", None)) is not None:
             self.preprocessor.chats = renders_alike(config, self.preprocessor.builder.tokenizer)
-        if self.encoders is None:
-            return
-        while True:
+        while self.encoders is not None:
             try:
                 await self.encoders.identity()
                 break
             except EncoderError:  # said in the log; tried again there
                 await asyncio.sleep(1)
+        await self.preprocessor.registered.restore(partial(self.preprocessor.keys, linked=True))
+        if self.encoders is None:
+            return
         if isinstance(self.encoders, EngineCompiler):
             self.encoders.client = engine
         await check_start(self.preprocessor, engine, self.secret, self.options.checkpoint, self.reports)

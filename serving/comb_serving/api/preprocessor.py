@@ -16,10 +16,10 @@ from types import SimpleNamespace
 from typing import Any, TypeVar
 
 from comb.backbones.loading import load_config, resolve_name
-from comb.backbones.tokenizer import load_tokenizer
+from comb.backbones.tokenizer import load_tokenizer, tokenizer_fingerprint
 from comb.cache.picache import content_key
 from comb.cache.store import PICacheStore
-from comb.documents.catalog import DocumentCatalog, KeyedSegment, UnknownDocumentError
+from comb.documents.catalog import KeyedSegment
 from comb.documents.document import Document, Prompt, PromptBuilder
 from comb.documents.messages import References
 from comb.model.config import CombConfig
@@ -38,8 +38,9 @@ from comb_serving.api.fields import (
     template_arguments,
 )
 from comb_serving.api.limits import LONG, check_characters, check_counts, check_length, check_tokens, texts_of
+from comb_serving.api.registered import RegisteredDocuments
 from comb_serving.api.request_error import RequestError
-from comb_serving.api.routes import COMPLETIONS, DOCUMENTS, RESPONSES
+from comb_serving.api.routes import COMPLETIONS, RESPONSES
 from comb_serving.config.serve_options import ServeOptions
 from comb_serving.config.tenants import prefix_salt
 from comb_serving.linking.methods import LinkMethod
@@ -124,6 +125,10 @@ class Preprocessor:
         chats: whether vLLM renders chats as `builder` does.
         max_tokens: of a prompt; None while the engine isn't known.
         sightings: of segments in prompts without documents; None where none are looked for.
+        disk_path: where what is registered is kept beyond restarts; None where it isn't.
+
+    Raises:
+        ValueError: for a folder that can't be used.
     """
 
     builder: PromptBuilder
@@ -133,12 +138,15 @@ class Preprocessor:
     chats: bool = True
     max_tokens: int | None = None
     sightings: Sightings | None = None
-    catalogs: dict[str, DocumentCatalog] = field(default_factory=dict)
+    disk_path: str | None = None
     counters: Counters = field(default_factory=Counters)
 
     def __post_init__(self) -> None:
         if self.manager is not None:
             self.counters = self.manager.counters
+        tokenizer = "" if self.disk_path is None else tokenizer_fingerprint(self.builder.tokenizer)
+        # where nothing is compiled, a store that stays empty
+        self.registered = RegisteredDocuments(self.manager or PICacheStore(), self.disk_path, tokenizer)
         self._longest = max(map(len, self.builder.tokenizer.get_vocab()))
         self._long_texts = ThreadPoolExecutor(1, "comb-long-texts")
 
@@ -151,14 +159,6 @@ class Preprocessor:
     def linking(self) -> bool:
         """Whether documents are linked now; otherwise all are a part of the prompt like any other."""
         return not self.choice.current.full
-
-    def catalog(self, tenant: str, *, keep: bool = False) -> DocumentCatalog:
-        """The documents that a tenant has registered; kept only where there are some, or will be."""
-        # where nothing is compiled, a store that stays empty
-        catalog = self.catalogs.get(tenant) or DocumentCatalog(self.manager or PICacheStore())
-        if keep:
-            self.catalogs[tenant] = catalog
-        return catalog
 
     async def preprocess(self, path: str, body: dict[str, Any], tenant: str) -> PreprocessedRequest:
         """Takes documents out of a body and builds the prompt; nothing is encoded yet.
@@ -182,7 +182,7 @@ class Preprocessor:
         check_combinations(body)
         listed = await self.tokenize([] if given is None else given, tenant, linked)
         names = [name for name in (*named.before, *named.after) if name not in written]
-        inside = written | dict(zip(names, _registered(self.catalog(tenant), names), strict=True))
+        inside = written | dict(zip(names, self.registered.find(tenant, names), strict=True))
         before, after = ([inside[name] for name in names] for names in (named.before, named.after))
         segments = (*before, *listed, *after)
         if self.choice.plain:
@@ -211,19 +211,17 @@ class Preprocessor:
 
     def keep(self, request: PreprocessedRequest, tenant: str) -> None:
         """Registers and pins what a client has asked to be kept, whose lease it has; what has no room there isn't."""
-        assert self.manager is not None
-        for segment in request.segments:
-            if segment.id not in request.kept:
-                continue
-            catalog = self.catalog(tenant, keep=True)
+        for segment in {segment.key: segment for segment in request.segments if segment.id in request.kept}.values():
             try:
-                if len({*catalog.ids(), segment.id}) > self.max_documents:
-                    raise TenantQuotaError(f"{self.max_documents} are registered")
-                self.manager.check_pin(wanted(segment, tenant))
+                self.registered.keep(tenant, segment, request.kept[segment.id], partial(self._check_kept, tenant))
             except TenantQuotaError as error:
                 logger.info("a document is not kept: %s", error)
-            else:
-                catalog.add([segment], pin=True, ttl=request.kept[segment.id])
+
+    def _check_kept(self, tenant: str, segment: KeyedSegment) -> None:
+        assert self.manager is not None
+        if len({*self.registered.of(tenant).ids(), segment.id}) > self.max_documents:
+            raise TenantQuotaError(f"{self.max_documents} documents are registered")
+        self.manager.check_pin(wanted(segment, tenant))
 
     async def _with_found(self, path: str, plain: PreprocessedRequest, tenant: str) -> PreprocessedRequest:
         """A request without documents, with the segments of its prompt; as it came where it has none.
@@ -318,7 +316,7 @@ class Preprocessor:
             raise RequestError(400, f"documents is a list, not {type(given).__name__}", param="documents")
         named = [isinstance(item, Mapping) and set(item) == {"id"} for item in given]
         known = iter(
-            _registered(self.catalog(tenant), [item["id"] for item, by_id in zip(given, named, strict=True) if by_id])
+            self.registered.find(tenant, [item["id"] for item, by_id in zip(given, named, strict=True) if by_id])
         )
         fresh = [
             document_of(item, place) for place, (item, by_id) in enumerate(zip(given, named, strict=True)) if not by_id
@@ -369,11 +367,14 @@ class Preprocessor:
     async def acquire(self, segments: Sequence[KeyedSegment], tenant: str) -> Lease:
         """A lease of documents. Raises what `PICManager.acquire` raises."""
         assert self.manager is not None
-        return await self.manager.acquire([wanted(segment, tenant) for segment in segments])
+        check_pin = self.manager.check_pin
+        lease = await self.manager.acquire([wanted(segment, tenant) for segment in segments])
+        self.registered.pin(tenant, segments, lambda segment: check_pin(wanted(segment, tenant)))
+        return lease
 
     def quota(self, tenant: str) -> dict[str, Any]:
         """What a tenant has, and may have."""
-        found = {"documents": {"used": len(self.catalog(tenant).ids()), "limit": self.max_documents}}
+        found = {"documents": {"used": len(self.registered.of(tenant).ids()), "limit": self.max_documents}}
         if self.manager is not None:
             layout, shares = self.manager.layout, (self.manager.held_share, self.manager.pinned_share)
             block = layout.block_size * layout.bytes_per_token
@@ -507,16 +508,3 @@ def salted(body: dict[str, Any], tenant: str, keys: Sequence[str] = (), mark: st
 def wanted(segment: KeyedSegment, tenant: str) -> WantedDocument:
     """A document as the manager is asked for it."""
     return WantedDocument(segment.key, segment.token_ids, tenant)
-
-
-def _registered(catalog: DocumentCatalog, names: Sequence[Any]) -> list[KeyedSegment]:
-    for name in names:
-        if not isinstance(name, str):
-            raise RequestError(400, f"a document's id is a text, not {type(name).__name__}", param="documents")
-    try:
-        return catalog.find(names)
-    except UnknownDocumentError:
-        known = set(catalog.ids())
-        missing = next((name for name in names if name not in known), None)
-        reason = f"unknown document {missing!r}: add it with POST {DOCUMENTS}"
-        raise RequestError(404, reason, param="documents") from None

@@ -6,9 +6,11 @@ import asyncio
 import logging
 import os
 import shlex
+import shutil
 from collections.abc import AsyncIterator, Mapping
 from dataclasses import dataclass
 from itertools import pairwise
+from pathlib import Path
 from typing import Any
 from urllib.parse import quote
 
@@ -18,6 +20,7 @@ from pydantic import BaseModel, ConfigDict, Field, field_validator
 from ray import serve
 from yarl import URL
 
+from comb_serving.api.registered import FOLDER
 from comb_serving.api.request_error import RequestError
 from comb_serving.api.routes import DOCUMENTS
 from comb_serving.config.serve_options import ServeOptions, parse_bytes
@@ -64,9 +67,16 @@ class ReplicasConfig(BaseModel):
     @property
     def max_body_bytes(self) -> int:
         """Longest body that the servers take; nothing reads on behind it."""
+        return parse_bytes(self._option("--comb-max-body") or str(ServeOptions.max_body_bytes))
+
+    def disk_of(self, replica: str) -> Path | None:
+        """The disk folder of one replica's server; None if it has none."""
+        path = self._option("--comb-disk")
+        return None if path is None else Path(path.replace(NAME, replica))
+
+    def _option(self, flag: str) -> str | None:
         words = [word for argument in self.arguments for word in argument.split("=", 1)]
-        options = dict(pairwise(words))
-        return parse_bytes(options.get("--comb-max-body", str(ServeOptions.max_body_bytes)))
+        return dict(pairwise(words)).get(flag)
 
     def command_of(self, replica: str) -> list[str]:
         """What one replica runs."""
@@ -103,6 +113,9 @@ class CombReplica:
         self._registrations = registrations_of(context.app_name)
         self._told: dict[Key, int] = {}
         self._refused: dict[Key, WholeAnswer] = {}
+        if (disk := config.disk_of(self.name)) is not None:
+            # the actor knows them all, and nobody tells what was deleted while this replica was down
+            shutil.rmtree(disk / FOLDER, ignore_errors=True)
         self._server = ServerProcess(
             config.command_of(self.name), host=ray.util.get_node_ip_address(), environment=config.environment
         )

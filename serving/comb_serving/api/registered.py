@@ -1,0 +1,229 @@
+"""What tenants have registered: a catalog each and, for the next start, a file for each document in the disk folder."""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import json
+import logging
+import time
+from collections import Counter
+from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from comb.cache.atomic import private_folder, write_whole
+from comb.documents.catalog import CatalogStore, DocumentCatalog, KeyedSegment, UnknownDocumentError
+from comb_serving.api.request_error import RequestError
+from comb_serving.api.routes import DOCUMENTS
+
+logger = logging.getLogger(__name__)
+
+FOLDER, SUFFIX = "registrations", ".registration"
+
+Keys = Callable[[Sequence[tuple[int, ...]], str], Awaitable[list[str]]]  # of token ids, for a tenant
+
+
+class RegisteredDocuments:
+    """The documents of all tenants.
+
+    A file holds token ids, and no key: that names the weights of whoever reads it.
+
+    Args:
+        store: keeps their PICaches.
+        disk_path: outlives the server; None: a restart forgets them.
+        tokenizer: fingerprint of the one whose ids they are.
+
+    Attributes:
+        restored: whether those of before a restart are there.
+
+    Raises:
+        ValueError: for a folder that can't be used.
+    """
+
+    def __init__(self, store: CatalogStore, disk_path: str | None = None, tokenizer: str = "") -> None:
+        self._store, self._tokenizer = store, tokenizer
+        self._folder = None if disk_path is None else Path(disk_path) / FOLDER
+        if self._folder is not None:
+            private_folder(self._folder, SUFFIX)
+        self._catalogs: dict[str, DocumentCatalog] = {}
+        self._ends: dict[Path, float] = {}  # of files with a time to live, since the epoch
+        self._changing = asyncio.Lock()
+        self.restored = self._folder is None
+
+    def of(self, tenant: str) -> DocumentCatalog:
+        """The documents of a tenant; changed by the methods here alone."""
+        return self._catalogs.get(tenant) or DocumentCatalog(self._store)
+
+    def check_restored(self) -> None:
+        """Raises RequestError (503) while documents of before a restart may be missing."""
+        if not self.restored:
+            raise RequestError(503, "the server is starting: registered documents are not there yet", retry_after=2)
+
+    def find(self, tenant: str, names: Sequence[Any]) -> list[KeyedSegment]:
+        """Documents by the ids in a request. Raises RequestError: 400, 404, or as `check_restored`."""
+        for name in names:
+            if not isinstance(name, str):
+                raise RequestError(400, f"a document's id is a text, not {type(name).__name__}", param="documents")
+        if names:
+            self.check_restored()
+        catalog = self.of(tenant)
+        try:
+            return catalog.find(names)
+        except UnknownDocumentError:
+            known = set(catalog.ids())
+            missing = next((name for name in names if name not in known), None)
+            reason = f"unknown document {missing!r}: add it with POST {DOCUMENTS}"
+            raise RequestError(404, reason, param="documents") from None
+
+    async def add(
+        self, tenant: str, segment: KeyedSegment, *, pin: bool, ttl: float | None, check: Callable[[], None]
+    ) -> None:
+        """Registers a document or renews it, to the end whoever leaves meanwhile.
+
+        Args:
+            check: raises if that mayn't be; no other change comes behind it.
+
+        Raises:
+            RequestError: 503 if it can't be written; then nothing has changed.
+        """
+
+        async def work() -> None:
+            check()
+            if self._folder is not None:
+                await self._on_disk(partial(self._write, tenant, segment, pin, ttl))
+            self._catalogs.setdefault(tenant, DocumentCatalog(self._store)).add([segment], pin=pin, ttl=ttl)
+
+        await self._in_turn(work)
+
+    def keep(self, tenant: str, segment: KeyedSegment, ttl: float, check: Callable[[KeyedSegment], None]) -> None:
+        """Registers and pins for a time what is leased, under an id of the server's own; a restart forgets it.
+
+        Args:
+            check: raises if it mayn't be pinned.
+        """
+        if self._changing.locked():  # as in `pin`; a client that asks again has it kept then
+            return
+        named = replace(segment, id=f"cached-{segment.id}")  # whose time mustn't end a document that a client has named
+        check(named)
+        self._catalogs.setdefault(tenant, DocumentCatalog(self._store)).add([named], pin=True, ttl=ttl)
+
+    async def remove(self, tenant: str, name: str) -> None:
+        """Forgets a document. Raises UnknownDocumentError; RequestError: 503 if its file can't be deleted."""
+
+        async def work() -> None:
+            self.of(tenant).find([name])
+            if self._folder is not None:
+                await self._on_disk(partial(self._path(tenant, name).unlink, missing_ok=True))
+            self.of(tenant).remove([name])
+
+        await self._in_turn(work)
+
+    def pin(self, tenant: str, segments: Sequence[KeyedSegment], check: Callable[[KeyedSegment], None]) -> None:
+        """Pins what is leased of pinned documents that was not there when they were registered, or before a restart.
+
+        Args:
+            check: raises RuntimeError if one mayn't be pinned; then it is tried again at its next use.
+        """
+        if self._changing.locked():  # a document that is being registered may have been promised the room
+            return
+        catalog = self.of(tenant)
+        for segment in catalog.unpinned(segments):
+            try:
+                check(segment)
+                catalog.pin(segment)
+            except RuntimeError as error:
+                logger.info("document %s is not pinned: %s", segment.key[:12], error)
+
+    async def restore(self, keys: Keys) -> None:
+        """Takes what was registered before a restart; what can't be is deleted, and said in the log.
+
+        Pins come back when documents are used.
+
+        Args:
+            keys: of the weights that are here now. Raises RequestError for ids that they don't take.
+        """
+        paths = [] if self._folder is None else await asyncio.to_thread(_by_age, self._folder)
+        dropped = Counter[str]()
+        for path in paths:
+            try:
+                tenant, name, ids, pin, end = await asyncio.to_thread(self._read, path)
+                if end is None or end > time.time():
+                    (key,) = await keys([ids], tenant)
+                    left = None if end is None else end - time.time()
+                    catalog = self._catalogs.setdefault(tenant, DocumentCatalog(self._store))
+                    catalog.add([KeyedSegment(name, ids, key)], pin=pin, ttl=left)
+                if end is not None:
+                    self._ends[path] = end
+            except OSError as error:
+                logger.warning("a registered document can't be read: %s", error)
+            except (ValueError, RequestError) as error:
+                dropped[str(error)] += 1
+                await asyncio.to_thread(_delete, path)
+        for reason, count in dropped.items():
+            logger.warning("%d registered documents are dropped: %s", count, reason)
+        logger.info("%d registered documents of before are there", sum(len(c.ids()) for c in self._catalogs.values()))
+        await asyncio.to_thread(self._delete_ended)
+        self.restored = True
+
+    async def _in_turn(self, work: Callable[[], Awaitable[None]]) -> None:
+        """One change at a time, of file and catalog together."""
+
+        async def alone() -> None:
+            async with self._changing:
+                await work()
+
+        await asyncio.shield(alone())
+
+    async def _on_disk(self, work: Callable[[], None]) -> None:
+        try:
+            await asyncio.to_thread(work)
+        except OSError as error:
+            reason = f"the server can't change what it keeps on disk: {error.strerror}; nothing was changed"
+            raise RequestError(503, f"{reason}, try again when there is room", retry_after=60) from error
+
+    def _path(self, tenant: str, name: str) -> Path:
+        assert self._folder is not None
+        return self._folder / f"{hashlib.sha256(json.dumps([tenant, name]).encode()).hexdigest()}{SUFFIX}"
+
+    def _write(self, tenant: str, segment: KeyedSegment, pin: bool, ttl: float | None) -> None:
+        self._delete_ended()
+        path, end = self._path(tenant, segment.id), None if ttl is None else time.time() + ttl
+        text = json.dumps([self._tokenizer, tenant, segment.id, segment.token_ids, pin, end]).encode()
+        write_whole(path, f"{hashlib.sha256(text).hexdigest()}\n".encode() + text)
+        self._ends.pop(path, None)
+        if end is not None:
+            self._ends[path] = end
+
+    def _read(self, path: Path) -> tuple[str, str, tuple[int, ...], bool, float | None]:
+        """Tenant, id, token ids, pin and end of a file. Raises ValueError for one that isn't ours, or damaged."""
+        digest, _, text = path.read_bytes().partition(b"\n")
+        if digest.decode(errors="replace") != hashlib.sha256(text).hexdigest():
+            raise ValueError("their files are damaged")
+        tokenizer, tenant, name, ids, pin, end = json.loads(text)
+        if path != self._path(tenant, name):
+            raise ValueError("their files have other documents' names")
+        if tokenizer != self._tokenizer:
+            raise ValueError("their tokens are another tokenizer's")
+        return tenant, name, tuple(ids), pin, end
+
+    def _delete_ended(self) -> None:
+        """Nothing of a document is to be found after its time."""
+        now = time.time()
+        for path in [path for path, end in self._ends.items() if end <= now]:
+            _delete(path)
+            del self._ends[path]
+
+
+def _by_age(folder: Path) -> list[Path]:
+    """The one that was registered first in front."""
+    return sorted(folder.glob(f"*{SUFFIX}"), key=lambda path: (path.stat().st_mtime_ns, path.name))
+
+
+def _delete(path: Path) -> None:
+    try:
+        path.unlink(missing_ok=True)
+    except OSError as error:
+        logger.warning("could not delete %s: %s", path, error)
