@@ -116,6 +116,15 @@ def doctor(
     random: Annotated[
         bool, typer.Option("--random", help="try a small random model of this architecture; needs config.json only")
     ] = False,
+    segments: Annotated[
+        bool, typer.Option("--segments", help="instead, what linking segments that a server finds costs, by their kind")
+    ] = False,
+    prompts: Annotated[
+        Path | None, typer.Option(help="with --segments: JSON lines of messages, in place of made ones; 8 of each kind")
+    ] = None,
+    threshold: Annotated[
+        float, typer.Option(help="with --segments: KL to full recompute that a kind may have, nats per token")
+    ] = 0.1,
 ) -> None:
     """The equivalence gate: encoder and methods tried on this model; exit code 1 if a check fails."""
     from comb.backbones.discovery import UnsupportedBackboneError
@@ -124,6 +133,9 @@ def doctor(
     from comb.model.source import load_named
 
     loaded = _random(model, device) if random else load_named(model, backbone=backbone, dtype=dtype, device=device)
+    if segments:
+        _show_segments(model, loaded, "primed" if methods == "all" else methods, prompts, threshold)
+        return
     console.print("[bold]encoder[/]")
     passed = True
     try:
@@ -141,6 +153,26 @@ def doctor(
         passed = passed and all(verdict.passed for verdict in verdicts)
     if not passed:
         raise typer.Exit(1)
+
+
+def _show_segments(name: str, model: Any, specs: str, path: Path | None, threshold: float) -> None:
+    from comb.backbones.tokenizer import load_tokenizer
+    from comb.cli.doctor.segments import check_segments, kinds_below, made_prompts, read_prompts
+    from comb.evaluation.table import Column, TextTable, fixed
+    from comb.methods import split_specs
+
+    prompts = made_prompts(8) if path is None else {path.stem: read_prompts(path)}
+    verdicts = check_segments(model, load_tokenizer(name, model), split_specs(specs), prompts)
+    columns = [Column("method", "method", names=True), Column("segments", "kind", names=True),
+               Column("prompts", "prompts"), Column("found, %", lambda row: f"{100 * row['linked']:.0f}"),
+               Column("KL", "kl", fixed(3)), Column("at most (95%)", "high", fixed(3))]  # fmt: skip
+    console.print(
+        TextTable("Segments that a server finds, linked; KL to full recompute", columns, list(map(vars, verdicts)))
+    )
+    for spec in split_specs(specs):
+        kinds = kinds_below(verdicts, spec, threshold)
+        said = f"--comb-segment-kinds {','.join(kinds)}" if kinds else "no kind of segment; leave --comb-segments off"
+        console.print(f"{escape(spec)}, KL below {threshold:g}: {said}", soft_wrap=True)
 
 
 def _random(model: str, device: str) -> Any:

@@ -25,14 +25,27 @@ LABELS = (
 )
 """What stands at the start of a line in front of a segment, and isn't a part of it: a number changes with the order."""
 
+KINDS = ("prose", "code", "json", "logs")
+"""What a segment is written in, as `kind_of` tells."""
+_LOG = re.compile(r"\W*(?:\d{4}-\d\d-\d\d|\d\d:\d\d:\d\d|(?:TRACE|DEBUG|INFO|WARN(?:ING)?|ERROR|FATAL|CRITICAL)\b)")
+_NAMED = re.compile(r"\"[^\"\n]*\" *:")  # a value of an object
+_CODE = re.compile(
+    r".*[;{}]\s*$|\s*(?:def|class|import|from|return|if|elif|else|for|while|with|try|except|raise|assert|"
+    r"public|private|static|const|let|var|func(?:tion)?|fn|use|pub|void|int)\b.*[:(){}=;,]"
+    r"|\s*(?:@\w|//|#include)|\s+\w+: [\w.\[\]|]+(?: = .+)?$"
+    r"|\s*[\w.\[\]'\"]+(?: [-+*/|&]?= |\().*|\s*[)\]}]+[,;:]?$|\s*#"
+)
+
 MOST = 1024  # tokens of a segment
 _LOOK = 8  # tokens whose hash decides whether a line begins a segment
 _LINES, _TOKENS = 4, 32  # one start of a line in so many does; in text without lines, one token in so many
 _HEADER = 4  # tokens of a message's role between a special token and the end of its line
 
 
-def check_sizes(least: int, most: int = MOST, patterns: Sequence[str] = ()) -> None:
-    """Raises ValueError for a pattern that doesn't compile or matches nothing at all, or sizes that make no sense."""
+def check_sizes(least: int, most: int = MOST, patterns: Sequence[str] = (), kinds: Sequence[str] = KINDS) -> None:
+    """Raises ValueError for a pattern that doesn't compile or matches nothing at all, unknown kinds, or wrong sizes."""
+    if unknown := [kind for kind in kinds if kind not in KINDS]:
+        raise ValueError(f"segments are of the kinds {', '.join(KINDS)}: there is no {unknown[0]!r}")
     if not 8 <= least <= most // 2:
         raise ValueError(f"a segment's least tokens are 8 to {most // 2}, not {least}")
     for pattern in patterns:
@@ -42,6 +55,20 @@ def check_sizes(least: int, most: int = MOST, patterns: Sequence[str] = ()) -> N
             raise ValueError(f"{pattern!r} is no regular expression: {error}") from error
         if empty is not None:
             raise ValueError(f"the pattern {pattern!r} matches nothing at all: every line would begin a segment")
+
+
+def kind_of(text: str) -> str:
+    """One of `KINDS`, by the forms of a text's lines; what is none of the others is prose."""
+    lines = [line for line in text.splitlines() if line.strip()]
+    if not lines:
+        return "prose"
+    if sum(bool(_LOG.match(line)) for line in lines) > len(lines) / 2:
+        return "logs"
+    if text.lstrip()[0] in '{[]}"' and len(names := _NAMED.findall(text)) >= 3 and len(names) * 30 > len(text.split()):
+        return "json"
+    indented = sum(line.startswith(("    ", "\t", "  ")) for line in lines) > len(lines) / 3
+    coded = sum(bool(_CODE.match(line)) for line in lines)
+    return "code" if coded > len(lines) / (5 if indented else 2) else "prose"  # comments in code are prose
 
 
 @dataclass(frozen=True)
@@ -75,14 +102,18 @@ class SegmentFinder:
         least: tokens of a segment; what is shorter is left alone.
         most: tokens of a segment.
         patterns: of one's own, beside `LABELS`: regular expressions, at the start of a line.
+        kinds: of segments, the others being left alone.
 
     Raises:
         ValueError: as `check_sizes`.
     """
 
-    def __init__(self, tokenizer: Any, *, least: int = 64, most: int = MOST, patterns: Sequence[str] = ()) -> None:
-        check_sizes(least, most, patterns)
-        self.tokenizer, self.least, self.most = tokenizer, least, most
+    def __init__(
+        self, tokenizer: Any, *, least: int = 64, most: int = MOST, patterns: Sequence[str] = (),
+        kinds: Sequence[str] = KINDS,
+    ) -> None:  # fmt: skip
+        check_sizes(least, most, patterns, kinds)
+        self.tokenizer, self.least, self.most, self.kinds = tokenizer, least, most, kinds
         self._label = re.compile("|".join(f"(?:{each})" for each in (*LABELS, *patterns)), re.IGNORECASE)
         self._special = frozenset(number for number, token in tokenizer.added_tokens_decoder.items() if token.special)
 
@@ -107,9 +138,9 @@ class SegmentFinder:
             while begin < end and not pieces[begin].strip():
                 begin += 1
             # a line's end may be one token with what follows it, and another where other text follows
-            while end > begin and pieces[end - 1].rstrip() != pieces[end - 1]:
+            while end > begin and ("\n" in pieces[end - 1] or pieces[end - 1].rstrip() != pieces[end - 1]):
                 end -= 1
-            if end - begin >= self.least:
+            if end - begin >= self.least and kind_of("".join(pieces[begin:end])) in self.kinds:
                 found.append((begin, end - begin))
             begin = at
         return found
@@ -123,8 +154,10 @@ class SegmentFinder:
         if list(made["input_ids"]) != list(token_ids):
             return None
         places: list[tuple[int, int]] = made["offset_mapping"]
-        lines = {at for at, (start, _) in enumerate(places) if not start or text[start - 1] == "\n"}
-        labels = {at: match.end() for at in lines if (match := self._label.match(text, places[at][0]))}
+        # a token may hold a line's end and what follows it: the line begins behind it
+        begins = {start: bisect_left(places, (start,)) for start in (0, *(m.end() for m in re.finditer("\n", text)))}
+        lines = set(begins.values())
+        labels = {at: match.end() for start, at in begins.items() if (match := self._label.match(text, start))}
         strong = {*labels, *(bisect_left(places, (end,)) for end in labels.values())}
         header = 0
         for at, token in enumerate(token_ids):
@@ -132,5 +165,5 @@ class SegmentFinder:
             if header > 0 and at in lines:
                 strong.add(at)
         pieces = [text[start:end] for start, end in places]
-        blank = {at for at in lines if text[max(0, places[at][0] - 2) : places[at][0]] == "\n\n"}
+        blank = {at for start, at in begins.items() if text[max(0, start - 2) : start] == "\n\n"}
         return _Places(pieces, lines, blank, strong)

@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 import random
+import string
+from functools import cache
 from typing import Any
 
 import pytest
+from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
+from transformers import PreTrainedTokenizerFast
 
 from comb.backbones.tokenizer import load_tokenizer
 from comb.documents.found import SegmentFinder
@@ -53,6 +57,68 @@ def test_chunks_are_found_in_any_order_under_any_number(form: str) -> None:
     assert texts <= set(CHUNKS) | {chunk.removesuffix(".") for chunk in CHUNKS}
     # the control: as one run of lines, whose cuts aren't where chunks end
     assert not first & pieces(finder, chat(" ".join(CHUNKS)))
+
+
+SPLITS = {  # how families cut text into words before they look for tokens
+    "gpt2": None,
+    "llama3": r"[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+",
+    "qwen": r"[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+",
+    "lines": r"\n+|[^\n]{1,40}",  # tokens over several words
+    "whole": r"(?m:.+)",  # tokens over a line's end
+}
+
+
+@cache
+def made_tokenizer(name: str) -> Any:
+    """Of 600 tokens, trained on such chunks."""
+    model, form = name.split(" ")
+    trainer_of = {"bpe": trainers.BpeTrainer, "unigram": trainers.UnigramTrainer}[model]
+    if form in SPLITS:
+        made = Tokenizer(models.BPE() if model == "bpe" else models.Unigram())
+        split = [] if SPLITS[form] is None else [pre_tokenizers.Split(Regex(SPLITS[form]), "isolated")]
+        byte_level = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=SPLITS[form] is None)
+        made.pre_tokenizer = pre_tokenizers.Sequence([*split, byte_level])
+        made.decoder = decoders.ByteLevel()
+        trainer = trainer_of(vocab_size=600, initial_alphabet=pre_tokenizers.ByteLevel.alphabet(), show_progress=False)
+    else:  # of SentencePiece, trained line by line: a space in front always, once or never, words apart or not
+        scheme, _, whole = form.partition("-")
+        made = Tokenizer(models.BPE(byte_fallback=True) if model == "bpe" else models.Unigram())
+        made.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme=scheme, split=not whole)
+        made.decoder = decoders.Sequence([decoders.ByteFallback(), decoders.Metaspace(prepend_scheme=scheme)])
+        characters = sorted({character for text in [*CHUNKS, *string.printable] for character in text})
+        trainer = trainer_of(vocab_size=600, initial_alphabet=characters, show_progress=False)
+    texts = [LABELLED[form](OTHERS) for form in LABELLED] + LEADS + OTHERS
+    made.train_from_iterator(
+        texts if form in SPLITS else [line for text in texts for line in text.splitlines()], trainer
+    )
+    return PreTrainedTokenizerFast(tokenizer_object=made)
+
+
+LEADS = ["Read.", "Answer in one word, please, and be kind.", "\tNow:"]
+OTHERS = [passage(random.Random(place), 50) for place in range(60)]
+TOKENIZERS = [
+    f"{model} {form}"
+    for model in ("bpe", "unigram")
+    for form in (*SPLITS, "always", "first", "never", "always-whole", "never-whole")
+]
+
+
+@pytest.mark.parametrize("name", TOKENIZERS)
+def test_twenty_tokenizers_find_the_same_text_elsewhere(name: str) -> None:
+    """Tokens over a cut, which other text changes, are in no segment; what is left is the same wherever it stands."""
+    tokenizer = made_tokenizer(name)
+    finder = SegmentFinder(tokenizer, least=12, most=512)
+    orders = [CHUNKS, CHUNKS[3:] + CHUNKS[:3], CHUNKS[::-1]]
+    asked = [
+        f"{lead}\n{LABELLED['numbered'](order)}\n\nWhere is Ada?" for lead, order in zip(LEADS, orders, strict=True)
+    ]
+    prompts = [tokenizer(text, add_special_tokens=False)["input_ids"] for text in asked]
+    found = [pieces(finder, ids) for ids in prompts]
+    common = found[0] & found[1] & found[2]
+    # where tokens are cut without regard to words, what stands before a text may change more than its first token
+    least = 4 if name.endswith(("lines", "whole")) else len(CHUNKS)
+    assert len(common) >= least, [len(own) for own in found]
+    assert sum(map(len, common)) > 0.12 * least * len(prompts[0])
 
 
 def test_an_insertion_moves_what_it_is_in() -> None:

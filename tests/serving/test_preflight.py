@@ -15,12 +15,14 @@ from safetensors.torch import save_file
 
 from comb import LinkTokensConfig
 from comb.cli import main as cli
+from comb.documents.found import KINDS
 from comb_serving.config.serve_options import ServeOptions
 from comb_serving.launch.preflight import check_start
 from comb_serving.vllm.linking.setup import linking_options
 from comb_training.nano import CHECKPOINT
 from tests.helpers.byte_text import byte_llama, byte_tokenizer
 
+FOUND = ["--method", "naive", "--comb-segments", "auto"]
 ADAPTER = json.dumps({"model_type": "comb", "backbone_name_or_path": str(CHECKPOINT)})
 
 
@@ -161,8 +163,13 @@ def test_plain_models_say_how_they_link(
         ("nano", ["--method", "naive", "--comb-pool-dtype", "fp8"], "--comb-pool-dtype is for adapters"),
         ("nano", ["--method", "full", "--audit", "0.1"], "nothing is linked here"),
         ("adapter", ["--audit", "0.1"], "nothing is linked here"),
+        ("nano", ["--method", "full", "--comb-segments", "auto"], "and not for full"),
+        ("adapter", ["--comb-segments", "auto"], "and not for the encoder of an adapter"),
+        ("nano", [*FOUND, "--comb-segment-kinds", "code,poems"], "there is no 'poems'"),
+        ("nano", [*FOUND, "--comb-segment-pattern", "x*"], "matches nothing at all"),
     ):
         assert message in refusal(checkpoint, monkeypatch, capsys, *options), options
+    assert check_start(ServeOptions("nano", method="naive", segments="auto")).segment_kinds == KINDS
     assert started == []
     for method in ("naive", "legolink", "full"):
         assert serve("nano", monkeypatch, "--method", method) == 0

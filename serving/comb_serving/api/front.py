@@ -71,8 +71,9 @@ class ServerFront:
             assert isinstance(manager.layout, LinkingLayout)
             most = min(MOST, manager.layout.max_document_tokens - len(manager.layout.front))
             finder = SegmentFinder(
-                builder.tokenizer, least=options.segment_tokens, most=most, patterns=options.segment_patterns
-            )
+                builder.tokenizer, least=options.segment_tokens, most=most, patterns=options.segment_patterns,
+                kinds=options.segment_kinds,
+            )  # fmt: skip
             sightings = Sightings(manager, finder, encoders.spare)
         preprocessor = Preprocessor(
             builder, manager, MethodChoice(options), options.max_documents, sightings=sightings,

@@ -144,6 +144,10 @@ class ServeOptions:
         (), "a regular expression of what stands at the start of a line in front of one, beside the usual labels; "
         "repeatable", "--comb-segment-pattern",
     )  # fmt: skip
+    segment_kinds: tuple[str, ...] = option(
+        "prose,code,json,logs", "kinds of segments that are found; `comb doctor MODEL --segments` says which are safe",
+        "--comb-segment-kinds", read=lambda names: tuple(name.strip() for name in names.split(",") if name.strip()),
+    )  # fmt: skip
     log_format: str = option("text", "of what comb itself logs: text or json", "--comb-log-format")
     admin_hash: str | None = option(
         None, f"key that may switch encoder or method at `/v1/comb`; better by `{ADMIN_KEY}`", "--comb-admin-key",

@@ -64,7 +64,7 @@ def check_start(options: ServeOptions, arguments: Sequence[str] = ()) -> ServeOp
                 "--comb-segments finds text in a plain model's prompts for its --method to link (primed, legolink:16, "
                 f"...), and not for {options.method or 'the encoder of an adapter'}"
             )
-        check_sizes(options.segment_tokens, patterns=options.segment_patterns)
+        check_sizes(options.segment_tokens, patterns=options.segment_patterns, kinds=options.segment_kinds)
     for flag in options.given(*_OF_ENCODERS) if options.method is not None else ():
         advice = "say --method full" if flag == "--encoder" else "leave it away"
         raise ValueError(f"{flag} is for adapters, and --method for plain models, which have no encoder: {advice}")

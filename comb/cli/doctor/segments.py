@@ -1,0 +1,229 @@
+"""What linking segments that a server finds costs in quality, by what they are written in: prose, code, JSON, logs.
+
+Prompts are cut as the server cuts them (`comb.documents.found`), all segments of one kind are linked and all else is
+computed, and KL is taken at the tokens that full recompute answers with.
+"""
+
+from __future__ import annotations
+
+import inspect
+import json
+import os
+import random
+import textwrap
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from datetime import datetime, timedelta
+from pathlib import Path
+from statistics import fmean
+from typing import Any
+
+from tqdm import tqdm
+
+from comb.documents.document import Prompt, PromptBuilder
+from comb.documents.found import KINDS, SegmentFinder, kind_of
+
+ANSWER = 24  # tokens of an answer at most
+PIECES = 4  # texts of a made prompt
+CHAT = "chat"  # prose in the turns of a conversation: one more kind of prompt, not of segment
+
+Messages = Sequence[Mapping[str, Any]]
+
+
+@dataclass(frozen=True)
+class KindVerdict:
+    """Args:
+    kl: KL(full || linked) in nats per token, mean over prompts; high: of its 95% interval.
+    linked: the share of the prompts' tokens that were found.
+    """
+
+    method: str
+    kind: str
+    prompts: int
+    kl: float
+    high: float
+    linked: float
+
+
+def check_segments(
+    model: Any, tokenizer: Any, specs: Sequence[str], prompts: Mapping[str, Sequence[Messages]], *, least: int = 64
+) -> list[KindVerdict]:
+    """Each method on each kind of segment in each group of prompts.
+
+    Args:
+        prompts: by name; of a name that is no kind (`CHAT`, a file of one's own) the segments of every kind are tried,
+            as ``name/kind``.
+        least: tokens of a segment, as of the server.
+
+    Raises:
+        ValueError: where a method can't run on the model, or nothing is found in any prompt.
+    """
+    from comb.engine.engine import PICEngine
+    from comb.evaluation.compare import kl_divergence
+    from comb.evaluation.metrics import bootstrap
+
+    builder, full = PromptBuilder(tokenizer), PICEngine(model, tokenizer, method="full")
+    methods = {spec: PICEngine(model, tokenizer, method=spec).method for spec in specs}
+    settings = full.settings({"max_new_tokens": ANSWER})
+    found: dict[tuple[str, str], list[tuple[float, float]]] = {}
+    for group, asked in prompts.items():
+        for messages in tqdm(asked, group, unit="prompt", leave=False):
+            ids = list(builder.build(messages).flat)
+            state = full.method.link([], ids)
+            answer, expected = state.generate_with_logits(**settings)
+            for kind in KINDS if group not in KINDS else (group,):
+                spans = SegmentFinder(tokenizer, least=least, kinds=(kind,)).find(ids)
+                if not spans:
+                    continue
+                prompt = _with_segments(ids, spans)
+                share = sum(map(len, prompt.segments)) / len(ids)
+                for spec, method in methods.items():
+                    picaches = method.compile([list(segment) for segment in prompt.segments])
+                    gaps = [list(gap) for gap in prompt.gaps]
+                    linked = method.link(picaches, list(prompt.tail), head_ids=list(prompt.head), gaps=gaps)
+                    kl = float(kl_divergence(expected, linked.answer_logits(answer[: len(expected)])).mean())
+                    name = kind if group in KINDS else f"{group}/{kind}"
+                    found.setdefault((spec, name), []).append((kl, share))
+    if not found:
+        raise ValueError(f"no segment of {least} tokens or more is found in these prompts")
+    return [
+        KindVerdict(spec, kind, len(rows), fmean(kl), bootstrap(kl)[1], fmean(share for _, share in rows))
+        for (spec, kind), rows in found.items()
+        for kl in [[kl for kl, _ in rows]]
+    ]
+
+
+def kinds_below(verdicts: Sequence[KindVerdict], method: str, threshold: float) -> list[str]:
+    """The kinds whose KL is below a threshold with all of its interval, in every group of prompts that has them."""
+    own = [verdict for verdict in verdicts if verdict.method == method]
+    measured = {kind: [v for v in own if v.kind.rpartition("/")[2] == kind] for kind in KINDS}
+    return [kind for kind, rows in measured.items() if rows and all(row.high < threshold for row in rows)]
+
+
+def read_prompts(path: Path) -> list[Messages]:
+    """A file of JSON lines: lists of messages, or bodies of requests with ``messages``. Raises ValueError."""
+    found: list[Messages] = []
+    for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), 1):
+        if not line.strip():
+            continue
+        try:
+            row = json.loads(line)
+            messages = row["messages"] if isinstance(row, dict) else row
+            if not isinstance(messages, list) or not all(isinstance(each, dict) for each in messages):
+                raise ValueError("messages are a list of objects")
+        except (KeyError, ValueError) as error:
+            raise ValueError(f"{path}, line {number}: {type(error).__name__}: {error}") from error
+        found.append(messages)
+    return found
+
+
+def made_prompts(count: int, seed: int = 0) -> dict[str, list[Messages]]:
+    """Prompts of each kind, of texts that come with Python: its help topics, its source, schemas of its functions."""
+    rng = random.Random(seed)
+    texts = {kind: _TEXTS[kind](rng) for kind in KINDS}
+    made: dict[str, list[Messages]] = {
+        kind: [_asked([next(texts[kind]) for _ in range(PIECES)], _QUESTIONS[kind]) for _ in range(count)]
+        for kind in KINDS
+    }
+    made[CHAT] = [
+        [
+            turn
+            for place in range(PIECES)
+            for turn in (
+                {"role": "user", "content": f"Tell me something new, number {place + 1}."},
+                {"role": "assistant", "content": next(texts["prose"])},
+            )
+        ]
+        + [{"role": "user", "content": "Which of your answers was the most useful for a beginner, and why?"}]
+        for _ in range(count)
+    ]
+    return made
+
+
+_QUESTIONS = {
+    "prose": "Say in one sentence what the second text is about.",
+    "code": "Say in one sentence what the second function does.",
+    "json": "Which of these tools would you call to work with text, and with which arguments?",
+    "logs": "What went wrong in these logs, and when did it begin?",
+}
+
+
+def _asked(texts: Sequence[str], question: str) -> Messages:
+    passages = "\n\n".join(f"[{number}]\n{text}" for number, text in enumerate(texts, 1))
+    return [{"role": "user", "content": f"{passages}\n\n{question}"}]
+
+
+def _with_segments(ids: Sequence[int], spans: Sequence[tuple[int, int]]) -> Prompt:
+    runs, at = [], 0
+    for start, tokens in spans:
+        runs.append(tuple(ids[at:start]))
+        at = start + tokens
+    segments = tuple(tuple(ids[start : start + tokens]) for start, tokens in spans)
+    return Prompt(runs[0], segments, tuple(ids[at:]), tuple(runs[1:]))
+
+
+def _prose(rng: random.Random) -> Iterator[str]:
+    from pydoc_data.topics import topics
+
+    paragraphs = [text.replace("\n", " ") for topic in topics.values() for text in topic.split("\n\n")]
+    long = [text for text in paragraphs if 70 <= len(text.split()) <= 160 and kind_of(text) == "prose"]
+    while True:
+        yield from rng.sample(long, len(long))
+
+
+def _functions() -> list[Callable[..., Any]]:
+    import bisect
+    import difflib
+    import fractions
+    import heapq
+    import shutil
+    import statistics
+
+    modules = (bisect, difflib, fractions, heapq, json, os, random, shutil, statistics, textwrap)
+    found = [f for m in modules for f in vars(m).values() if inspect.isfunction(f) and f.__module__ == m.__name__]
+    return [function for function in found if function.__doc__]
+
+
+def _code(rng: random.Random) -> Iterator[str]:
+    sources = []
+    for function in _functions():
+        with suppress(OSError):  # some are made as they are imported
+            sources.append(textwrap.dedent(inspect.getsource(function)))
+    right = [text.strip() for text in sources if 12 <= text.count("\n") <= 40 and kind_of(text) == "code"]
+    while True:
+        yield from rng.sample(right, len(right))
+
+
+def _schemas(rng: random.Random) -> Iterator[str]:
+    schemas = []
+    for function in _functions():
+        parameters = inspect.signature(function).parameters.values()
+        properties = {
+            each.name: {"type": "string", "description": f"of {function.__name__}, {each.kind.description}"}
+            for each in parameters
+        }
+        described = inspect.getdoc(function) or ""
+        made = {"name": function.__name__, "description": described[:500],
+                "parameters": {"type": "object", "properties": properties}}  # fmt: skip
+        if len(described) > 150:
+            schemas.append(json.dumps({"type": "function", "function": made}))
+    while True:
+        yield from rng.sample(schemas, len(schemas))
+
+
+def _logs(rng: random.Random) -> Iterator[str]:
+    now = datetime(2026, 3, 1)
+    while True:
+        lines = []
+        for _ in range(8):
+            now += timedelta(milliseconds=rng.randint(1, 90_000))
+            level, what = rng.choice(["INFO", "INFO", "DEBUG", "WARNING", "ERROR"]), os.strerror(rng.randint(1, 30))
+            said = f"{what}: worker {rng.randint(1, 16)}, request {rng.getrandbits(32):08x}, {rng.randint(1, 999)} ms"
+            lines.append(f"{now.isoformat(' ', 'milliseconds')} {level} server.{rng.choice('abcd')}: {said}")
+        yield "\n".join(lines)
+
+
+_TEXTS: dict[str, Callable[[random.Random], Iterator[str]]] = {
+    "prose": _prose, "code": _code, "json": _schemas, "logs": _logs
+}  # fmt: skip
