@@ -123,7 +123,7 @@ def made_prompts(count: int, seed: int = 0) -> dict[str, list[Messages]]:
     rng = random.Random(seed)
     texts = {kind: _TEXTS[kind](rng) for kind in KINDS}
     made: dict[str, list[Messages]] = {
-        kind: [_asked([next(texts[kind]) for _ in range(PIECES)], _QUESTIONS[kind]) for _ in range(count)]
+        kind: [_asked([next(texts[kind]) for _ in range(PIECES)], _QUESTIONS[kind][n % 2]) for n in range(count)]
         for kind in KINDS
     }
     made[CHAT] = [
@@ -141,11 +141,12 @@ def made_prompts(count: int, seed: int = 0) -> dict[str, list[Messages]]:
     return made
 
 
+# one about all of them, and one whose answer needs to know which text stands where
 _QUESTIONS = {
-    "prose": "Say in one sentence what the second text is about.",
-    "code": "Say in one sentence what the second function does.",
-    "json": "Which of these tools would you call to work with text, and with which arguments?",
-    "logs": "What went wrong in these logs, and when did it begin?",
+    "prose": ("What are these texts about?", "Say in one sentence what the second text is about."),
+    "code": ("How do these functions belong together?", "Say in one sentence what the second function does."),
+    "json": ("Which of these tools would you call to work with text, and how?", "What does the second tool do?"),
+    "logs": ("What went wrong in these logs, and when did it begin?", "How does the third log end?"),
 }
 
 

@@ -1,0 +1,67 @@
+"""`scripts/check-vllm`: what another vLLM has moved of what comb takes from it."""
+
+from __future__ import annotations
+
+import runpy
+import subprocess
+import sys
+from importlib.util import find_spec
+from pathlib import Path
+
+import pytest
+
+SCRIPT = Path(__file__).parents[2] / "scripts" / "check-vllm"
+SCRIPTED = runpy.run_path(str(SCRIPT))
+
+OLD = {
+    "vllm/__init__.py": "LAZY = {'Late': '.late:Late'}",
+    "vllm/late.py": "class Late: pass",
+    "vllm/tools/__init__.py": "from .hidden import *\nfrom .base import Base as Made",
+    "vllm/tools/hidden.py": "def kept(a, b=1): return a\ndef gone(): pass\nLIMIT = 3",
+    "vllm/tools/base.py": "class Root:\n    def step(self, n): return n\nclass Base(Root): pass",
+}
+TAKES = """
+from vllm import Late
+from vllm.tools import LIMIT, Made, gone, kept, hidden
+class Ours(Made):
+    def step(self, n): return super().step(n)
+    def own(self): pass
+"""
+
+
+def written(folder: Path, files: dict[str, str]) -> Path:
+    for name, text in files.items():
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        (folder / name).write_text(text)
+    return folder
+
+
+def moved(tmp_path: Path, **changes: str) -> dict[str, str]:
+    old, new = (SCRIPTED["Sources"](written(tmp_path / side, files)) for side, files in (("old", OLD), ("new", OLD | {
+        f"vllm/tools/{name}.py": text for name, text in changes.items()
+    })))  # fmt: skip
+    takes = SCRIPTED["taken"](written(tmp_path / "takes", {"ours.py": TAKES}))
+    return {str(one): said for one in takes if (said := SCRIPTED["compared"](one, old, new))}
+
+
+def test_nothing_has_moved_where_nothing_has(tmp_path: Path) -> None:
+    assert moved(tmp_path) == {}
+
+
+def test_what_is_gone_or_takes_other_arguments_is_told_from_what_has_changed_inside(tmp_path: Path) -> None:
+    hidden = "def kept(a, b=2): return a\nLIMIT = 4"
+    base = OLD["vllm/tools/base.py"].replace("self, n)", "self, n, *, k=0)")
+    found = moved(tmp_path, hidden=hidden, base=base)
+    assert found.pop("vllm.tools.kept").startswith("ARGUMENTS: (a, b=1) -> (a, b=2)")
+    assert found.pop("vllm.tools.Made.step").startswith("ARGUMENTS: (self, n) -> (self, n, *, k=0)")
+    assert found == {"vllm.tools.gone": "GONE", "vllm.tools.LIMIT": "changed inside"}
+
+
+@pytest.mark.skipif(find_spec("vllm") is None, reason="needs vLLM's sources")
+def test_every_name_that_comb_takes_is_found_in_the_tested_version() -> None:
+    import vllm
+
+    folder = str(Path(vllm.__file__).parent.parent)
+    same = [sys.executable, str(SCRIPT), "0.0", "--folder", folder, "--tested-folder", folder]
+    done = subprocess.run(same, capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stdout.count("\n")) == (0, 1), done.stdout
