@@ -76,6 +76,7 @@ class CacheIndex(Generic[V]):
         tiers: by name, uppermost first.
         clock: seconds, for expiry.
         freed: called with each entry that was dropped or evicted, once nobody uses it any more.
+        dropped: called with each key that is removed, or whose time is over.
 
     Attributes:
         held: entries that were dropped in use: nobody finds them, but they take room.
@@ -88,8 +89,9 @@ class CacheIndex(Generic[V]):
         *,
         clock: Callable[[], float],
         freed: Callable[[IndexEntry[V]], None] = lambda entry: None,
+        dropped: Callable[[str], None] = lambda key: None,
     ) -> None:
-        self.tiers, self.clock, self.freed = dict(tiers), clock, freed
+        self.tiers, self.clock, self.freed, self.dropped = dict(tiers), clock, freed, dropped
         self.pins: Counter[str] = Counter()
         self.claims: dict[str, Claim] = {}
         self.held: set[IndexEntry[V]] = set()
@@ -198,6 +200,7 @@ class CacheIndex(Generic[V]):
             else:
                 self.freed(entry)
         self.pins.pop(key, None)
+        self.dropped(key)
         claim = self.claims.get(key)
         if claim is not None:
             claim.dropped = True

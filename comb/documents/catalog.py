@@ -145,9 +145,7 @@ class DocumentCatalog:
             for entry in found:
                 if self._entries.pop(entry.id, None) is not None:
                     self._unpin(entry)
-            kept = {key for entry in self._entries.values() for key in entry.keys}
-            for key in {key for entry in found for key in entry.keys} - kept:
-                self.store.remove(key)
+            self._remove(found)
 
     def _follow(self, entry: _CatalogEntry, key: str) -> None:
         """Gives the store's PICache the time of its ids, and the pin of this one."""
@@ -184,6 +182,14 @@ class DocumentCatalog:
         for entry in expired:
             del self._entries[entry.id]
             self._unpin(entry)
+        if expired:  # a store forgets the time of what it evicts
+            self._remove(expired)
+
+    def _remove(self, gone: Sequence[_CatalogEntry]) -> None:
+        """Takes what no other id stands for out of the store."""
+        kept = {key for entry in self._entries.values() for key in entry.keys}
+        for key in {key for entry in gone for key in entry.keys} - kept:
+            self.store.remove(key)
 
     def _unpin(self, entry: _CatalogEntry) -> None:
         for key in entry.pinned:

@@ -28,6 +28,7 @@ class FakeEncoders:
     made: str = "encoded"
     open: list[tuple[str, PoolHandle, asyncio.Future[Encoded]]] = field(default_factory=list)
     asked: list[str] = field(default_factory=list)
+    forgotten: list[str] = field(default_factory=list)
 
     async def identity(self) -> EncoderIdentity:
         return self.known
@@ -40,6 +41,9 @@ class FakeEncoders:
         if self.at_once:
             self.answer()
         return future
+
+    def forget(self, key: str) -> None:
+        self.forgotten.append(key)
 
     def answer(self, *, error: str | None = None, tier: str = "") -> None:
         """Ends the oldest open document."""

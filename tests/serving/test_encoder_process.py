@@ -105,7 +105,9 @@ async def test_the_pool_holds_what_encode_gives_bit_for_bit(
             lease.release()
         # what has left the pool comes back by copy, the same bits
         before = pools[0].read(0, lease.handles)[0].clone()
-        assert manager.remove(one.key)
+        entry = manager.index.pop("pool", one.key)
+        assert entry is not None
+        manager.index.freed(entry)
         pools[0].tensor.fill_(float("nan"))
         lease = await manager.acquire([one])
         assert lease.documents[0].tier == "host"
@@ -131,7 +133,7 @@ async def test_the_disk_tier_survives_and_knows_whose_documents_it_holds(
     other.save_pretrained(tmp_path / "other", tokenizer=tokenizer)
     disk = tmp_path / "disk"
 
-    async def tiers(checkpoint: Path, model: CombForCausalLM) -> list[str]:
+    async def tiers(checkpoint: Path, model: CombForCausalLM, *, removed: bool = False) -> list[str]:
         (pool,) = make_pools(model, folder)
         pool.tensor.fill_(float("nan"))
         async with running(checkpoint, folder, pool, disk_path=str(disk)) as (manager, _):
@@ -140,14 +142,20 @@ async def test_the_disk_tier_survives_and_knows_whose_documents_it_holds(
             for handle, one in zip(lease.handles, everything, strict=True):
                 check_content(model, pool, handle, one.token_ids)
             lease.release()
-            await until(lambda: all((disk / f"{one.key}.picache.safetensors").exists() for one in everything))
+            files = [disk / f"{one.key}.picache.safetensors" for one in everything]
+            await until(lambda: all(file.exists() for file in files))
+            if removed:
+                assert manager.remove(everything[0].key)
+                await until(lambda: not files[0].exists())
+                assert all(file.exists() for file in files[1:])
         pool.path.unlink()
         return [document.tier for document in lease.documents]
 
     assert await tiers(nano_adapter, adapter) == ["encoded"] * 5
     assert await tiers(tmp_path / "other", other) == ["encoded"] * 5
-    assert await tiers(nano_adapter, adapter) == ["disk"] * 5
-    assert len(list(disk.iterdir())) == 10
+    assert await tiers(nano_adapter, adapter, removed=True) == ["disk"] * 5
+    assert len(list(disk.iterdir())) == 9
+    assert await tiers(nano_adapter, adapter) == ["encoded", *["disk"] * 4]
 
 
 def test_what_does_not_fit_the_store_is_encoded_once_all_the_same(adapter: CombForCausalLM, folder: Path) -> None:
@@ -244,12 +252,16 @@ def test_the_process_ends_with_the_other_end_of_its_socket() -> None:
 def test_batches_stay_within_the_budget_and_nothing_is_left_behind() -> None:
     budget = ENCODE_BATCH_TOKENS
     sizes = [budget // 4, budget // 4, budget // 2, 10, budget, 2 * budget, 1, 1]
-    waiting: queue.Queue[EncodeJob | None] = queue.Queue()
+    waiting: queue.Queue[EncodeJob | str | None] = queue.Queue()
     for number, size in enumerate(sizes):
         waiting.put(EncodeJob(number, str(number), (5,) * size, PoolHandle(size, ())))
     waiting.put(None)
-    found = [[len(job.token_ids) for job in batch] for batch in batches(waiting)]
+    found = [[len(job.token_ids) for job in batch if isinstance(job, EncodeJob)] for batch in batches(waiting)]
     assert found == [[budget // 4, budget // 4], [budget // 2, 10], [budget], [2 * budget], [1, 1]]
+    for one in (EncodeJob(0, "0", (5,), PoolHandle(1, ())), "0", EncodeJob(1, "1", (5,), PoolHandle(1, ())), None):
+        waiting.put(one)
+    first, key, last = batches(waiting)
+    assert ([job.key for job in first], key, [job.key for job in last]) == (["0"], "0", ["1"])
     waiting.put(None)
     assert list(batches(waiting)) == []
     waiting.put(EncodeJob(0, "0", (5,), PoolHandle(1, ())))

@@ -61,6 +61,17 @@ def test_files_outlive_the_server_and_damaged_ones_are_no_document(tmp_path: Pat
     assert damaged.fetch("one") is damaged.fetch("other") is None
 
 
+def test_what_is_forgotten_is_on_no_tier_and_in_no_file(tmp_path: Path) -> None:
+    kept = documents(disk_path=tmp_path, host_bytes=4 * ROWS.nbytes)
+    for name in ("one", "other"):
+        kept.keep(name, ROWS)
+    kept.forget("one")  # behind what was to be kept
+    kept.forget("unknown")
+    kept.close()
+    assert [file.name.partition(".")[0] for file in tmp_path.rglob("*") if file.is_file()] == ["other"]
+    assert documents(disk_path=tmp_path).fetch("one") is None
+
+
 def test_ranks_share_budgets_and_not_folders(tmp_path: Path) -> None:
     assert kept_store(host_bytes=0, disk_path=None, disk_bytes=None, largest_bytes=1) is None
     parts = {"disk_path": tmp_path / "kept", "disk_bytes": 2000, "parts": 2}
@@ -98,6 +109,11 @@ def test_a_document_comes_back_from_every_tier(tmp_path: Path) -> None:
         fetched(linked, "host")
     with linked_engine(model, kept=disk) as linked:
         fetched(linked, "disk")
+        name, tokens = next(iter(linked.documents.items()))
+        linked.llm.collective_rpc("comb_forget", args=(name,))
+        handle = linked.handles[f"{name}alone"]
+        asked = (name, len(tokens), list(handle.blocks))
+        wait_for(lambda: linked.llm.collective_rpc("comb_fetch", args=asked) == [None])
 
 
 @pytest.mark.slow

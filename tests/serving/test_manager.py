@@ -87,6 +87,7 @@ async def test_the_least_recently_used_goes_first_and_nothing_that_is_kept() -> 
     held.release()
     (await manager.acquire([wanted("z", 32)])).release()
     assert len(manager.pool.entries) == 1
+    assert encoders.forgotten == []  # what was evicted may come back from lower tiers
     manager.check_integrity()
 
 
@@ -128,9 +129,11 @@ async def test_a_client_that_leaves_while_waiting_gives_back_everything() -> Non
 
 async def test_removed_in_use_and_expired() -> None:
     now = 0.0
-    manager = PICManager(LAYOUT, FakeEncoders(), clock=lambda: now)
+    encoders = FakeEncoders()
+    manager = PICManager(LAYOUT, encoders, clock=lambda: now)
     lease = await manager.acquire([wanted("a")])
     assert manager.remove("a")
+    assert encoders.forgotten == ["a"]
     assert not manager.lookup("a")
     assert len(manager.free_blocks) == LAYOUT.num_blocks - 1
     lease.release()
@@ -143,6 +146,9 @@ async def test_removed_in_use_and_expired() -> None:
     now = 5.0
     (await manager.acquire([wanted("c", 32)])).release()  # a pin doesn't outlive its document
     assert manager.index.expired == 1
+    assert encoders.forgotten == ["a", "b"]
+    manager.remove("gone before")  # evicted, but perhaps on a lower tier
+    assert encoders.forgotten[-1] == "gone before"
     manager.check_integrity()
 
 

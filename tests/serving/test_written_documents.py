@@ -69,6 +69,7 @@ async def test_cache_control_keeps_them_for_their_time(monkeypatch: pytest.Monke
         monkeypatch.setattr(catalog, "clock", lambda now=start + seconds: now)
         assert len(catalog.ids()) == left
     assert server.manager.blocks_by_state()["pinned"] == 0
+    assert len(server.encoders.forgotten) == 2  # from all tiers, though the pool's own clock knows of nothing
 
 
 async def test_what_has_no_room_to_be_kept_is_answered_all_the_same() -> None:

@@ -7,6 +7,7 @@ the workers have kept beyond the pool comes back from there instead, if all of t
 from __future__ import annotations
 
 import asyncio
+import logging
 import queue
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -19,6 +20,8 @@ from comb_serving.encoding.protocol import Encoded, EncoderError, EncoderIdentit
 from comb_serving.linking.layout import LinkingLayout
 from comb_serving.linking.methods import LinkMethod
 from comb_serving.pool.capability import COMPILE, KEY, Capability, PoolHandle, digest, pack
+
+logger = logging.getLogger(__name__)
 
 Result = TypeVar("Result")
 
@@ -103,6 +106,11 @@ class EngineCompiler(DocumentCompiler):
     """
 
     client: Any = None
+    _forgetting: set[asyncio.Task[None]]
+
+    def __init__(self, *args: Any, **options: Any) -> None:
+        super().__init__(*args, **options)
+        self._forgetting = set()
 
     def fault(self) -> str | None:
         """None: as long as vLLM answers at all, it compiles."""
@@ -119,6 +127,18 @@ class EngineCompiler(DocumentCompiler):
     def submit(self, key: str, token_ids: Sequence[int], handle: PoolHandle) -> asyncio.Future[Encoded]:
         """Asks for one document; a request that no longer wants it changes nothing for others that do."""
         return asyncio.get_running_loop().create_task(self._compile(key, token_ids, handle))
+
+    def forget(self, key: str) -> None:
+        """Has the workers delete what they keep of a document."""
+        if self._keeps and self.client is not None:
+            self._forgetting.add(task := asyncio.get_running_loop().create_task(self._forget(key)))
+            task.add_done_callback(self._forgetting.discard)
+
+    async def _forget(self, key: str) -> None:
+        try:
+            await self.client.collective_rpc("comb_forget", args=(key,))
+        except Exception as error:  # of vLLM's own; what is left on the disk is private still
+            logger.warning("document %s may be on the disk still: %s", key[:12], error)
 
     async def _compile(self, key: str, token_ids: Sequence[int], handle: PoolHandle) -> Encoded:
         start, name = time.monotonic(), f"comb-document-{key[:32]}"
@@ -162,6 +182,9 @@ class LocalCompiler(DocumentCompiler):
         future: asyncio.Future[Encoded] = asyncio.get_running_loop().create_future()
         self._waiting.put((self.request(key, token_ids, handle, ""), future))
         return future
+
+    def forget(self, key: str) -> None:
+        """Nothing: no document has a name or a time to live here."""
 
     def run(self, work: Future[Result]) -> Result:
         """The result of what runs in the manager's loop; compiles here what it asks for meanwhile."""

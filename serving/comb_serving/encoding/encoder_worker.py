@@ -120,6 +120,11 @@ class EncoderWorker:
             for pool in self.pools:
                 pool.finish()
 
+    def forget(self, key: str) -> None:
+        """Deletes a document from the tiers here."""
+        if self.store is not None:
+            self.store.remove(key)
+
     def hello(self) -> dict[str, Any]:
         """What the manager must know before the first document."""
         return {
@@ -172,10 +177,11 @@ def load(options: ServeOptions, folder: Path, index: int) -> EncoderWorker:
     return EncoderWorker(model, pools, store)
 
 
-def batches(waiting: queue.Queue[EncodeJob | None]) -> Iterator[list[EncodeJob]]:
+def batches(waiting: queue.Queue[EncodeJob | str | None]) -> Iterator[list[EncodeJob] | str]:
     """What waits, in batches within the budget (padded tokens), until None comes; waits for more meanwhile.
 
-    No batch writes the same key twice: the manager asks for each once.
+    A key alone is one to be forgotten, behind what was asked before it. No batch writes the same key twice: the manager
+    asks for each once.
     """
     batch: list[EncodeJob] = []
     while True:
@@ -184,6 +190,12 @@ def batches(waiting: queue.Queue[EncodeJob | None]) -> Iterator[list[EncodeJob]]
         except queue.Empty:
             yield batch
             batch = []
+            continue
+        if isinstance(job, str):
+            if batch:
+                yield batch
+            batch = []
+            yield job
             continue
         together = batch if job is None else [*batch, job]
         longest = max((len(one.token_ids) for one in together), default=0)

@@ -26,24 +26,28 @@ logger = logging.getLogger(__name__)
 TRIM_EVERY = 16  # batches
 
 
-def receive(connection: socket.socket, waiting: queue.Queue[EncodeJob | None]) -> None:
+def receive(connection: socket.socket, waiting: queue.Queue[EncodeJob | str | None]) -> None:
     """Lets jobs wait as they come, and ends this process when no more can come, however the parent ended."""
     try:
         with connection.makefile("rb") as lines:
             for line in lines:
-                waiting.put(EncodeJob.parse(decode_message(line)))
+                message = decode_message(line)
+                waiting.put(str(message["forget"]) if "forget" in message else EncodeJob.parse(message))
     except (OSError, KeyError, TypeError, ValueError) as error:
         logger.info("no more documents: %r", error)
     os._exit(0)
 
 
-def serve(worker: EncoderWorker, connection: socket.socket, waiting: queue.Queue[EncodeJob | None]) -> None:
+def serve(worker: EncoderWorker, connection: socket.socket, waiting: queue.Queue[EncodeJob | str | None]) -> None:
     """Answers jobs, until `receive` ends the process."""
     encoded = threading.Event()  # something that the disk tier may not have
     if worker.store is not None:
         threading.Thread(target=write_behind, args=(worker.store, encoded), daemon=True).start()
     connection.sendall(encode_message(worker.hello()))
     for number, batch in enumerate(batches(waiting), 1):
+        if isinstance(batch, str):
+            worker.forget(batch)
+            continue
         for answer in worker.run(batch):
             connection.sendall(encode_message(answer))
         encoded.set()
@@ -77,7 +81,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--socket", type=int, required=True, help="file descriptor of the connection")
     parsed = parser.parse_args(arguments)
     connection = socket.socket(fileno=parsed.socket)
-    waiting: queue.Queue[EncodeJob | None] = queue.Queue()
+    waiting: queue.Queue[EncodeJob | str | None] = queue.Queue()
     threading.Thread(target=receive, args=(connection, waiting), daemon=True).start()  # notices an early end too
     options = ServeOptions.from_environment()
     configure(options.log_format, f"encoder {parsed.index}")

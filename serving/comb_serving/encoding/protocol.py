@@ -87,6 +87,9 @@ class Encoders(Protocol):
     def submit(self, key: str, token_ids: Sequence[int], handle: PoolHandle) -> asyncio.Future[Encoded]:
         """Asks for one document. The future ends when nobody writes to the handle's blocks any more."""
 
+    def forget(self, key: str) -> None:
+        """Has a document deleted that may be kept beyond the pool; returns at once."""
+
 
 def encode_message(message: dict[str, Any]) -> bytes:
     """One line."""

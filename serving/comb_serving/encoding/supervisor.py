@@ -51,6 +51,7 @@ class WatchedEncoder:
     greeted: bool = False
     sent: set[int] = field(default_factory=set)
     kept: dict[str, int] = field(default_factory=dict)
+    forgotten: list[str] = field(default_factory=list)  # keys that it isn't told of yet
 
     @property
     def down(self) -> bool:
@@ -114,14 +115,19 @@ class EncoderProcesses:
     def submit(self, key: str, token_ids: Sequence[int], handle: PoolHandle) -> asyncio.Future[Encoded]:
         """Asks for one document; should its encoder end, the next one is asked."""
         # the same document always goes to the same process, which may still have it in its host tier
-        watched = [encoder for encoder in self.watched if not encoder.down] or self.watched
-        encoder = watched[int(key[:8], 16) % len(watched)]
+        encoder = self._encoder_of(key, [encoder for encoder in self.watched if not encoder.down] or self.watched)
         job = EncodeJob(next(self._numbers), key, tuple(token_ids), handle)
         pending = encoder.jobs[job.number] = PendingJob(job, asyncio.get_running_loop().create_future())
         if self._refused is not None or encoder.down:
             self._fail(encoder, [job.number], self.fault())
         self._send_waiting(encoder)
         return pending.future
+
+    def forget(self, key: str) -> None:
+        """Has the encoder that may keep a document delete it, when it runs again if it doesn't now."""
+        encoder = self._encoder_of(key, self.watched)
+        encoder.forgotten.append(key)
+        self._send_waiting(encoder)
 
     def fault(self) -> str | None:
         """Why no encoder is there and none is about to be; None while one works, or is just being started again."""
@@ -142,6 +148,9 @@ class EncoderProcesses:
         return {tier: sum(encoder.kept.get(tier, 0) for encoder in self.watched) for tier in ("host", "disk")}
 
     # ---- one of them ----
+
+    def _encoder_of(self, key: str, watched: Sequence[WatchedEncoder]) -> WatchedEncoder:
+        return watched[int(key[:8], 16) % len(watched)]
 
     async def _keep(self, encoder: WatchedEncoder) -> None:
         """Runs a process until it ends, over and over; what it left is sent to the next one."""
@@ -216,6 +225,8 @@ class EncoderProcesses:
 
     def _send_waiting(self, encoder: WatchedEncoder) -> None:
         """Sends what hasn't been sent to this process. What was with one that died goes alone, to find the culprit."""
+        while encoder.writer is not None and encoder.forgotten:
+            encoder.writer.write(encode_message({"forget": encoder.forgotten.pop(0)}))
         under_way = encoder.sent & encoder.jobs.keys()
         for number, pending in list(encoder.jobs.items()):
             suspect = pending.attempts > (number in under_way)

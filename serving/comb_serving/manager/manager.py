@@ -60,7 +60,9 @@ class PICManager:
 
     def __post_init__(self) -> None:
         self.pool: Tier[PoolHandle] = Tier(self.layout.num_blocks)
-        self.index = CacheIndex({"pool": self.pool}, clock=self.clock, freed=self._freed)
+        # what is evicted may come back from lower tiers, what is removed or over must not
+        dropped = self.encoders.forget
+        self.index = CacheIndex({"pool": self.pool}, clock=self.clock, freed=self._freed, dropped=dropped)
         self.free_blocks = list(range(self.layout.num_blocks))
         self.queue = WaitQueue()
         self.owners: dict[str, str] = {}  # tenants of the documents in the pool, whose keys are all different

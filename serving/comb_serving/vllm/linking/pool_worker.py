@@ -106,6 +106,11 @@ class PoolWorker(FixedWeights):
         """Asked by the front: bytes of documents that have left the pool, by tier."""
         return {} if self.comb_pool.kept is None else self.comb_pool.kept.nbytes()
 
+    def comb_forget(self, key: str) -> None:
+        """Asked by the front: a document is deleted from where it is kept."""
+        if self.comb_pool.kept is not None:
+            self.comb_pool.kept.forget(key)
+
     def shutdown(self) -> None:
         """Documents on their way to the disk get there."""
         if (pool := getattr(self, "comb_pool", None)) is not None:

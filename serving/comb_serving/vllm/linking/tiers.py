@@ -48,7 +48,7 @@ class KeptDocuments:
 
     def __init__(self, store: PICacheStore) -> None:
         self._store = store
-        self._queue: queue.Queue[tuple[str, Tensor, Any] | None] = queue.Queue(_WAITING)
+        self._queue: queue.Queue[tuple[str, Tensor, Any] | str | None] = queue.Queue(_WAITING)
         self._stream: Any = None  # of a GPU, for the copies
         self._thread = threading.Thread(target=self._work, name="comb-kept-documents", daemon=True)
         self._thread.start()
@@ -65,6 +65,10 @@ class KeptDocuments:
             self._queue.put_nowait((key, rows, gathered))
         except queue.Full:
             logger.warning("document %s is not kept: %d wait already", key[:12], _WAITING)
+
+    def forget(self, key: str) -> None:
+        """Deletes a document, behind what has been kept before."""
+        self._queue.put(key)
 
     def fetch(self, key: str) -> tuple[Tensor, str] | None:
         """A document's rows on the host, and the tier that had it ("host" or "disk"); None if none has."""
@@ -89,7 +93,10 @@ class KeptDocuments:
 
     def _work(self) -> None:
         while (item := self._queue.get()) is not None:
-            self._try(item[0], partial(self._admit, *item))
+            if isinstance(item, str):
+                self._try(item, partial(self._store.remove, item))
+            else:
+                self._try(item[0], partial(self._admit, *item))
             item = None  # the rows may be a GPU's
             if self._queue.empty():
                 self._try("", self._store.flush)
