@@ -134,7 +134,7 @@ def doctor(
 
     loaded = _random(model, device) if random else load_named(model, backbone=backbone, dtype=dtype, device=device)
     if segments:
-        _show_segments(model, loaded, "primed" if methods == "all" else methods, prompts, threshold)
+        _show_segments(model, loaded, "primed,legolink:16" if methods == "all" else methods, prompts, threshold)
         return
     console.print("[bold]encoder[/]")
     passed = True

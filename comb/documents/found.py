@@ -13,6 +13,8 @@ from array import array
 from bisect import bisect_left
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import lru_cache
+from itertools import pairwise
 from typing import Any
 
 from comb.locks import lock_of
@@ -39,6 +41,7 @@ _CODE = re.compile(
 MOST = 1024  # tokens of a segment
 _LOOK = 8  # tokens whose hash decides whether a line begins a segment
 _LINES, _TOKENS = 4, 32  # one start of a line in so many does; in text without lines, one token in so many
+_MESSAGES = 1024  # that are remembered
 _HEADER = 4  # tokens of a message's role between a special token and the end of its line
 
 
@@ -116,23 +119,37 @@ class SegmentFinder:
         self.tokenizer, self.least, self.most, self.kinds = tokenizer, least, most, kinds
         self._label = re.compile("|".join(f"(?:{each})" for each in (*LABELS, *patterns)), re.IGNORECASE)
         self._special = frozenset(number for number, token in tokenizer.added_tokens_decoder.items() if token.special)
+        self._remembered = lru_cache(_MESSAGES)(self._in_message)
 
-    def find(self, token_ids: Sequence[int]) -> list[tuple[int, int]]:
+    def find(self, token_ids: Sequence[int], whose: str = "") -> list[tuple[int, int]]:
         """Places and lengths of segments in a prompt's tokens, in order and apart.
 
-        None is found where the tokenizer doesn't say where its tokens are in a text, or makes other tokens of it.
+        None is found where the tokenizer doesn't say where its tokens are in a text, or makes other tokens of it. What
+        was found in a message is remembered, as conversations come with all that was said before.
+
+        Args:
+            whose: nobody else finds out by the time that it takes what was asked before.
         """
+        if not getattr(self.tokenizer, "is_fast", False):
+            return []
+        begins = [at for at, token in enumerate(token_ids) if not at or token in self._special]
+        messages = (token_ids[begin:end] for begin, end in pairwise([*begins, len(token_ids)]))
+        return [
+            (begin + start, tokens)
+            for begin, message in zip(begins, messages, strict=True)
+            for start, tokens in self._remembered(whose, array("q", message).tobytes())
+        ]
+
+    def _in_message(self, whose: str, message: bytes) -> list[tuple[int, int]]:
+        """Segments of a special token and what follows it up to the next, as bytes of an array of 64-bit integers."""
+        token_ids = array("q", message).tolist()
         places = self._places(token_ids)
         if places is None:
             return []
         pieces = places.texts
-        found, begin = [], 0
-        for at in range(1, len(token_ids) + 1):
-            special = at < len(token_ids) and token_ids[at] in self._special
-            if token_ids[begin] in self._special:
-                begin = at
-                continue
-            if at < len(token_ids) and not special and not places.ends(token_ids, begin, at, self.least, self.most):
+        found, begin = [], int(token_ids[0] in self._special)
+        for at in range(begin + 1, len(token_ids) + 1):
+            if at < len(token_ids) and not places.ends(token_ids, begin, at, self.least, self.most):
                 continue
             end = at
             while begin < end and not pieces[begin].strip():
@@ -146,8 +163,6 @@ class SegmentFinder:
         return found
 
     def _places(self, token_ids: Sequence[int]) -> _Places | None:
-        if not getattr(self.tokenizer, "is_fast", False) or not token_ids:
-            return None
         with lock_of(self.tokenizer):
             text = self.tokenizer.decode(token_ids, skip_special_tokens=False, clean_up_tokenization_spaces=False)
             made = self.tokenizer(text, add_special_tokens=False, return_offsets_mapping=True)

@@ -135,6 +135,29 @@ def test_an_insertion_moves_what_it_is_in() -> None:
     assert len(before - after) <= len(before) // 4
 
 
+def test_what_was_found_in_a_message_is_remembered_for_who_sent_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    finder, read = SegmentFinder(NANO, least=16, most=256), list[int]()
+    places = SegmentFinder._places
+
+    def counted(self: SegmentFinder, token_ids: Any) -> Any:
+        read.append(len(token_ids))
+        return places(self, token_ids)
+
+    monkeypatch.setattr(SegmentFinder, "_places", counted)
+    text = LABELLED["numbered"](CHUNKS)
+    first, longer = chat(text), chat(text, "And when was that, and who was there?")
+    found = finder.find(first, "alice")
+    assert len(found) == len(CHUNKS)
+    tokens = sum(read)
+    assert tokens == len(first)
+    assert finder.find(first, "alice") == found
+    assert sum(read) == tokens
+    assert finder.find(longer, "alice") == found
+    assert sum(read) - tokens < len(longer) / 4  # the new question alone
+    finder.find(first, "bob")
+    assert sum(read) > 2 * tokens
+
+
 def test_special_tokens_stand_in_no_segment() -> None:
     finder = SegmentFinder(NANO, least=8, most=64)
     special = {number for number, token in NANO.added_tokens_decoder.items() if token.special}

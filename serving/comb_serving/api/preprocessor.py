@@ -233,7 +233,7 @@ class Preprocessor:
 
         def found(builder: PromptBuilder, gone: Gone) -> tuple[PreprocessedRequest, list[Range]]:
             built = self._built(path, plain, [], References(), {}, builder, gone)
-            return built, finder.find(built.prompts[0]) if len(built.prompts) == 1 else []
+            return built, finder.find(built.prompts[0], tenant) if len(built.prompts) == 1 else []
 
         room = self.max_tokens
         try:
@@ -263,8 +263,8 @@ class Preprocessor:
             self.counters.count_found(len(document.token_ids), linked=document.key in there)
             if document.key not in there:
                 self.sightings.note(document)
-        if not there:
-            return request.plain, None
+        if not there:  # vLLM needn't render again what is the same
+            return PreprocessedRequest(request.body, request.method, request.about), None
         kept = [place for place, segment in enumerate(request.segments) if segment.key in there]
         (spans,) = request.spans
         return replace(
