@@ -1,6 +1,6 @@
 """An agent that knows nothing of comb: skills in its prompt come again in another order, under a header that changes.
 
-    comb serve MODEL --method primed --comb-segments auto
+    comb serve MODEL --method legolink:16 --comb-segments auto
     python examples/agent.py MODEL [http://localhost:8000/v1]
 
 A prefix cache ends at the first line, which is another one in each turn. What the server found again stands behind "of
