@@ -98,6 +98,30 @@ def test_the_anthropic_client_sends_documents_in_its_messages(served: Served) ->
     served.wait_until_idle()
 
 
+def test_the_cohere_client_sends_documents(served: Served) -> None:
+    from cohere import ClientV2
+    from cohere.core import ApiError
+
+    texts = ["Otto plays the tuba.", "Pia reads in the tree."]
+    documents = [{"id": str(place), "data": {"text": text}} for place, text in enumerate(texts)]
+    asked: dict[str, Any] = {"model": "nano", "messages": QUESTION, "documents": documents, "temperature": 0.0,
+                             "max_tokens": 12}  # fmt: skip
+    client = ClientV2(api_key="alice", base_url=f"{served.url}/cohere")
+    whole = client.chat(**asked)
+    expected = served.chat(texts)
+    assert whole.message.content[0].text == text_of(expected)
+    assert text_of(expected) != text_of(served.chat([]))
+    assert whole.usage.tokens.input_tokens == expected[1]["usage"]["prompt_tokens"]
+    events = list(client.chat_stream(**asked))
+    assert "".join(event.delta.message.content.text for event in events if event.type == "content-delta") == text_of(
+        expected
+    )
+    assert events[-1].delta.finish_reason == whole.finish_reason
+    with pytest.raises(ApiError, match="no model here marks"):
+        client.chat(**asked, citation_options={"mode": "FAST"})
+    served.wait_until_idle()
+
+
 def test_errors_are_the_openai_clients_own(served: Served, client: Any) -> None:
     import openai
 

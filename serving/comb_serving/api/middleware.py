@@ -33,6 +33,7 @@ from comb_serving.api.body import (
     send_json,
     with_body,
 )
+from comb_serving.api.cohere import CohereWriter, as_chat
 from comb_serving.api.front import ServerFront
 from comb_serving.api.preprocessor import salted, with_capability
 from comb_serving.api.request_error import RequestError
@@ -230,9 +231,14 @@ class CombMiddleware:
         try:
             if routes.is_ours(path):
                 await self._documents(scope, connection, send, raw, entry.tenant)
-            elif path in routes.GENERATION:
+            elif path in routes.GENERATION or path == routes.COHERE:
+                asked = parse_object(raw)
+                if path == routes.COHERE:
+                    asked, send = as_chat(asked), CohereWriter(send)
+                    chat = scope["path"].replace(routes.COHERE, routes.CHAT)
+                    scope = {**scope, "path": chat, "raw_path": chat.encode()}
                 with self.front().preprocessor.answering():
-                    await self._generation(scope, connection, send, raw, entry)
+                    await self._generation(scope, connection, send, asked, entry)
             else:
                 await self._passed(scope, connection, send, raw, entry.tenant)
             if connection.left:
@@ -255,10 +261,9 @@ class CombMiddleware:
         await send_json(send, status, json.dumps(found).encode())
 
     async def _generation(
-        self, scope: Scope, connection: Connection, send: Send, raw: bytes, entry: RequestLogEntry
+        self, scope: Scope, connection: Connection, send: Send, asked: dict[str, Any], entry: RequestLogEntry
     ) -> None:
         preprocessor = self.front().preprocessor
-        asked = parse_object(raw)
         entry.documents = bool(asked.get("documents"))
         prepared = await connection.unless_left(preprocessor.preprocess(path_of(scope), asked, entry.tenant))
         entry.prepared = prepared

@@ -9,7 +9,7 @@ from typing import Any
 from comb_serving.api.body import Message, Send
 from comb_serving.api.preprocessor import PreprocessedRequest
 from comb_serving.api.request_error import RequestError
-from comb_serving.api.routes import MESSAGES, RESPONSES
+from comb_serving.api.routes import COHERE, MESSAGES, RESPONSES
 from comb_serving.manager.leases import Lease
 
 
@@ -29,7 +29,7 @@ def report(prepared: PreprocessedRequest, lease: Lease | None) -> dict[str, Any]
 
 def error_events(path: str, error: RequestError) -> bytes:
     """The end of a stream that breaks off, as clients of each way to ask expect it; blank lines end what was begun."""
-    if path in (MESSAGES, RESPONSES):
+    if path in (MESSAGES, RESPONSES, COHERE):
         body = json.dumps({"type": "error", **json.loads(error.body)})
         return f"\n\nevent: error\ndata: {body}\n\n".encode()
     return b"\n\ndata: " + error.body + b"\n\ndata: [DONE]\n\n"

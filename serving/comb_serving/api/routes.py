@@ -12,6 +12,7 @@ from comb_serving.api.request_error import RequestError
 
 CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
 RESPONSES, MESSAGES = "/v1/responses", "/v1/messages"
+COHERE = "/cohere/v2/chat"  # goes on as a chat
 DOCUMENTS, SWITCH = "/v1/documents", "/v1/comb"
 GENERATION = (CHAT, COMPLETIONS, RESPONSES, MESSAGES)
 PASSED = {
@@ -34,7 +35,7 @@ def is_ours(path: str) -> bool:
 
 def check_route(method: str, path: str) -> None:
     """Raises RequestError (404) for what isn't on the list."""
-    if not (is_ours(path) or (method == "POST" and (path in GENERATION or path in PASSED or path in OPEN))):
+    if not (is_ours(path) or (method == "POST" and path in (*GENERATION, COHERE, *PASSED, *OPEN))):
         raise RequestError(404, f"comb serve has no route {method} {path}")
 
 
