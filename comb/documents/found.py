@@ -169,8 +169,12 @@ class SegmentFinder:
         if list(made["input_ids"]) != list(token_ids):
             return None
         places: list[tuple[int, int]] = made["offset_mapping"]
-        # a token may hold a line's end and what follows it: the line begins behind it
-        begins = {start: bisect_left(places, (start,)) for start in (0, *(m.end() for m in re.finditer("\n", text)))}
+        # a message begins a line, whatever its template puts in front; a token may hold a line's end and what follows:
+        # the line begins behind that
+        first = places[0][1] if token_ids[0] in self._special else 0
+        first += len(text[first:]) - len(text[first:].lstrip(" "))
+        starts = (first, *(end.end() for end in re.finditer("\n", text)))
+        begins = {start: bisect_left(places, (start,)) for start in starts}
         lines = set(begins.values())
         labels = {at: match.end() for start, at in begins.items() if (match := self._label.match(text, start))}
         strong = {*labels, *(bisect_left(places, (end,)) for end in labels.values())}

@@ -121,6 +121,13 @@ def test_twenty_tokenizers_find_the_same_text_elsewhere(name: str) -> None:
     assert sum(map(len, common)) > 0.12 * least * len(prompts[0])
 
 
+def test_a_message_begins_a_line_whatever_its_template_puts_in_front() -> None:
+    finder = SegmentFinder(NANO, least=16, most=256)
+    texts = [LABELLED["numbered"](order) for order in (CHUNKS, CHUNKS[::-1])]  # messages that begin with a label
+    first, other = (pieces(finder, chat(text)) for text in texts)
+    assert len(first & other) == len(CHUNKS)
+
+
 def test_an_insertion_moves_what_it_is_in() -> None:
     finder = SegmentFinder(NANO, least=16, most=128)
     lines = [passage(DRAW, DRAW.randint(4, 12)) for _ in range(120)]
