@@ -41,7 +41,8 @@ class ResponseWriter:
     Args:
         comb: the report; asked for once, when vLLM answers.
         tokens: of documents, which count as prompt tokens; cached: those of them that were hits.
-        counted: whether vLLM counts them already, as they stand in the prompt: there the linked ones are cached.
+        counted: whether vLLM counts them already, as they stand in the prompt: there it takes all in front of the query
+            for cached, and the report knows better.
     """
 
     def __init__(
@@ -135,13 +136,21 @@ class ResponseWriter:
         name = "prompt" if "prompt_tokens" in usage else "input"
         if not isinstance(usage.get(f"{name}_tokens"), int):
             return
+        report = self.comb() if self.counted else {}
+        known = report["head_tokens"] + report["linked_tokens"] if "linked_tokens" in report else None
         if "total_tokens" not in usage:  # the Messages API counts apart what was cached, and what is from now on
             read, new = usage.get("cache_read_input_tokens") or 0, self.tokens - self.cached
+            if known is not None and read > known:
+                usage["input_tokens"] += read - known
+                read = known
             made = min(read, new) if self.counted else new
             usage["cache_read_input_tokens"] = read - made if self.counted else read + self.cached
             usage["cache_creation_input_tokens"] = (usage.get("cache_creation_input_tokens") or 0) + made
             return
         if self.counted:
+            details = usage.get(f"{name}_tokens_details") or {}
+            if known is not None and (details.get("cached_tokens") or 0) > known:
+                usage[f"{name}_tokens_details"] = {**details, "cached_tokens": known}
             return
         usage[f"{name}_tokens"] += self.tokens
         if isinstance(usage["total_tokens"], int):
