@@ -91,7 +91,9 @@ def nano() -> Any:
     return load_named("nano", dtype="float32", device="cpu")
 
 
-def test_what_is_recomputed_whole_costs_nothing_and_less_costs_more(nano: Any) -> None:
+def test_what_is_recomputed_whole_costs_nothing_and_less_costs_more(
+    nano: Any, caplog: pytest.LogCaptureFixture
+) -> None:
     draw = random.Random(5)
     prompts = {
         "mine": [
@@ -110,6 +112,11 @@ def test_what_is_recomputed_whole_costs_nothing_and_less_costs_more(nano: Any) -
     assert rows["cacheblend:1.0"].kl == pytest.approx(0, abs=1e-6)
     assert rows["naive"].high >= rows["naive"].kl > 1e-3
     assert 0.3 < rows["naive"].linked < 1
+    caplog.clear()
+    longer = {"mine": [*prompts["mine"], [{"role": "user", "content": passage(draw, 3000)}]]}
+    again = {row.method: row for row in check_segments(nano, tokenizer, ["naive"], longer, least=16)}
+    assert again["naive"] == rows["naive"]
+    assert "1 prompts have no room" in caplog.text
     with pytest.raises(ValueError, match="no segment of 500 tokens"):
         check_segments(nano, tokenizer, ["naive"], prompts, least=500)
 

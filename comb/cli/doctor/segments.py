@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import inspect
 import json
+import logging
 import os
 import random
 import textwrap
@@ -23,6 +24,8 @@ from tqdm import tqdm
 
 from comb.documents.document import Prompt, PromptBuilder
 from comb.documents.found import KINDS, SegmentFinder, kind_of
+
+logger = logging.getLogger(__name__)
 
 ANSWER = 24  # tokens of an answer at most
 PIECES = 4  # texts of a made prompt
@@ -67,9 +70,13 @@ def check_segments(
     methods = {spec: PICEngine(model, tokenizer, method=spec).method for spec in specs}
     settings = full.settings({"max_new_tokens": ANSWER})
     found: dict[tuple[str, str], list[tuple[float, float]]] = {}
+    room, long = full.method.max_prompt_tokens, 0
     for group, asked in prompts.items():
         for messages in tqdm(asked, group, unit="prompt", leave=False):
             ids = list(builder.build(messages).flat)
+            if room is not None and len(ids) + ANSWER > room:
+                long += 1
+                continue
             state = full.method.link([], ids)
             answer, expected = state.generate_with_logits(**settings)
             for kind in KINDS if group not in KINDS else (group,):
@@ -85,6 +92,8 @@ def check_segments(
                     kl = float(kl_divergence(expected, linked.answer_logits(answer[: len(expected)])).mean())
                     name = kind if group in KINDS else f"{group}/{kind}"
                     found.setdefault((spec, name), []).append((kl, share))
+    if long:
+        logger.warning("%d prompts have no room in the model's %d positions", long, room)
     if not found:
         raise ValueError(f"no segment of {least} tokens or more is found in these prompts")
     return [

@@ -93,7 +93,7 @@ class CohereWriter:
         self._start: Message | None = None
         self._convert: Callable[[bytes, bool], bytes] | None = None
         self._body = b""
-        self._stream = _Stream()
+        self._stream = _EventsOfChat()
 
     async def __call__(self, message: Message) -> None:
         if message["type"] == "http.response.start":
@@ -159,7 +159,7 @@ def _usage(usage: Mapping[str, Any] | None) -> dict[str, Any]:
     return {"billed_units": tokens, "tokens": tokens, "cached_tokens": cached}
 
 
-class _Stream:
+class _EventsOfChat:
     """The events of a stream, from the chunks of a chat's."""
 
     def __init__(self) -> None:
