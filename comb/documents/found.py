@@ -17,6 +17,7 @@ from functools import lru_cache
 from itertools import pairwise
 from typing import Any
 
+from comb.documents.document import Prompt
 from comb.locks import lock_of
 
 LABELS = (
@@ -72,6 +73,16 @@ def kind_of(text: str) -> str:
     indented = sum(line.startswith(("    ", "\t", "  ")) for line in lines) > len(lines) / 3
     coded = sum(bool(_CODE.match(line)) for line in lines)
     return "code" if coded > len(lines) / (5 if indented else 2) else "prose"  # comments in code are prose
+
+
+def with_segments(token_ids: Sequence[int], spans: Sequence[tuple[int, int]]) -> Prompt:
+    """A prompt whose segments are at these places, each ``(start, tokens)``; there is at least one."""
+    runs, at = [], 0
+    for start, tokens in spans:
+        runs.append(tuple(token_ids[at:start]))
+        at = start + tokens
+    segments = tuple(tuple(token_ids[start : start + tokens]) for start, tokens in spans)
+    return Prompt(runs[0], segments, tuple(token_ids[at:]), tuple(runs[1:]))
 
 
 @dataclass(frozen=True)

@@ -8,8 +8,6 @@ import json
 import os
 import socket
 import statistics
-import subprocess
-import sys
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -28,6 +26,7 @@ from comb_serving.bench.serve_run import ServeRun
 from comb_serving.bench.servers import COMB, PLAIN, ServerPlan, models_of, plans, token_bytes
 from comb_serving.bench.tables import CACHED, COLD, SOAK, TOGETHER, panels, tables
 from comb_serving.bench.workload import Ask, Workload
+from tests.helpers.bench_command import run_bench
 
 OPTIONS = ServeBenchOptions(pool=11, documents=4, document_tokens="20-60", query_tokens=12)
 
@@ -407,14 +406,7 @@ def test_the_command_against_real_servers(plugin: None, tmp_path: Path) -> None:
         "--requests", "6", "--cold", "3", "--clients", "1,3", "--together", "3", "--rates", "4", "--seconds", "2",
         "--soak", "20", "--dtype", "float32", "--cache-bytes", "32MiB", "--pool-bytes", "4MiB", "--out", str(out),
     ]  # fmt: skip
-    code = "from comb.cli.main import main; main()"
-    environment = {**os.environ, "VLLM_LOGGING_LEVEL": "WARNING"}
-    done = subprocess.run(
-        [sys.executable, "-c", code, *arguments], env=environment, capture_output=True, text=True, timeout=900
-    )
-    logs = "".join(path.read_text()[-1500:] for path in out.with_suffix(".logs").glob("*.log"))
-    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-2000:] + logs
-    found = json.loads(out.read_text())
+    found = run_bench(out, arguments)
     results = {(result["server"], result["phase"]): result for result in found["results"]}
     assert all(result["errors"] == 0 for result in results.values())
     cold, cached = results[COMB, COLD], results[COMB, f"{CACHED} 1"]

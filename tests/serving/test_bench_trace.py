@@ -4,9 +4,6 @@ from __future__ import annotations
 
 import json
 import math
-import os
-import subprocess
-import sys
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -19,6 +16,7 @@ from comb_serving.bench.options import MADE_TRACES, ServeBenchOptions
 from comb_serving.bench.servers import COMB, PLAIN
 from comb_serving.bench.tables import AS_SENT, REORDERED
 from comb_serving.bench.trace import TRACE_FILE, Trace, made, read
+from tests.helpers.bench_command import run_bench
 
 
 def words(text: str) -> int:
@@ -136,14 +134,7 @@ def test_the_command_against_real_servers(plugin: None, tmp_path: Path) -> None:
         "--prompt-tokens", "800", "--pause", "0.4", "--max-tokens", "4", "--dtype", "float32",
         "--cache-bytes", "64MiB", "--pool-bytes", "32MiB", "--out", str(out),
     ]  # fmt: skip
-    code = "from comb.cli.main import main; main()"
-    environment = {**os.environ, "VLLM_LOGGING_LEVEL": "WARNING"}
-    done = subprocess.run(
-        [sys.executable, "-c", code, *arguments], env=environment, capture_output=True, text=True, timeout=900
-    )
-    logs = "".join(path.read_text()[-1500:] for path in out.with_suffix(".logs").glob("*.log"))
-    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-2000:] + logs
-    rows = {(found["server"], found["phase"]): found for found in json.loads(out.read_text())["results"]}
+    rows = {(found["server"], found["phase"]): found for found in run_bench(out, arguments)["results"]}
     plain, comb, reordered = (rows[way] for way in ((PLAIN, AS_SENT), (COMB, AS_SENT), (PLAIN, REORDERED)))
     assert [found["errors"] for found in rows.values()] == [0, 0, 0]
     assert plain["prompt_tokens"] == comb["prompt_tokens"]  # the same tokens with and without comb

@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 
 from comb.documents.document import Prompt
-from comb.documents.found import SegmentFinder
+from comb.documents.found import SegmentFinder, with_segments
 from comb_serving.api.routes import CHAT, COMPLETIONS, MESSAGES, RESPONSES
 from comb_training.nano import CHECKPOINT
 from tests.helpers.chunks import passage
@@ -66,11 +66,7 @@ def linked_as(library: PlainLibrary, asked: Any, exact: int, held: set[tuple[int
     ids = library.chat(asked).flat
     spans = SegmentFinder(library.builder.tokenizer, least=LEAST).find(ids)
     spans = [(start, n) for start, n in spans if ids[start : start + n] in held and start >= exact]
-    runs, at = [], 0
-    for start, tokens in spans:
-        runs.append(ids[at:start])
-        at = start + tokens
-    return Prompt(runs[0], tuple(ids[start : start + n] for start, n in spans), ids[at:], tuple(runs[1:]))
+    return with_segments(ids, spans)
 
 
 def test_the_third_sight_links_what_stands_elsewhere_as_the_library_does(server: Served, library: PlainLibrary) -> None:

@@ -22,8 +22,8 @@ from typing import Any
 
 from tqdm import tqdm
 
-from comb.documents.document import Prompt, PromptBuilder
-from comb.documents.found import KINDS, SegmentFinder, kind_of
+from comb.documents.document import PromptBuilder
+from comb.documents.found import KINDS, SegmentFinder, kind_of, with_segments
 
 logger = logging.getLogger(__name__)
 
@@ -68,6 +68,7 @@ def check_segments(
 
     builder, full = PromptBuilder(tokenizer), PICEngine(model, tokenizer, method="full")
     methods = {spec: PICEngine(model, tokenizer, method=spec).method for spec in specs}
+    finders = {kind: SegmentFinder(tokenizer, least=least, kinds=(kind,)) for kind in KINDS}
     settings = full.settings({"max_new_tokens": ANSWER})
     found: dict[tuple[str, str], list[tuple[float, float]]] = {}
     room, long = full.method.max_prompt_tokens, 0
@@ -80,10 +81,10 @@ def check_segments(
             state = full.method.link([], ids)
             answer, expected = state.generate_with_logits(**settings)
             for kind in KINDS if group not in KINDS else (group,):
-                spans = SegmentFinder(tokenizer, least=least, kinds=(kind,)).find(ids)
+                spans = finders[kind].find(ids)
                 if not spans:
                     continue
-                prompt = _with_segments(ids, spans)
+                prompt = with_segments(ids, spans)
                 share = sum(map(len, prompt.segments)) / len(ids)
                 for spec, method in methods.items():
                     picaches = method.compile([list(segment) for segment in prompt.segments])
@@ -162,15 +163,6 @@ _QUESTIONS = {
 def _asked(texts: Sequence[str], question: str) -> Messages:
     passages = "\n\n".join(f"[{number}]\n{text}" for number, text in enumerate(texts, 1))
     return [{"role": "user", "content": f"{passages}\n\n{question}"}]
-
-
-def _with_segments(ids: Sequence[int], spans: Sequence[tuple[int, int]]) -> Prompt:
-    runs, at = [], 0
-    for start, tokens in spans:
-        runs.append(tuple(ids[at:start]))
-        at = start + tokens
-    segments = tuple(tuple(ids[start : start + tokens]) for start, tokens in spans)
-    return Prompt(runs[0], segments, tuple(ids[at:]), tuple(runs[1:]))
 
 
 def _prose(rng: random.Random) -> Iterator[str]:

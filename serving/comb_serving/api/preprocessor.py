@@ -407,17 +407,6 @@ class Preprocessor:
         """The request with its prompts, in a body that vLLM takes."""
         if path == COMPLETIONS:
             return self._completion(request, builder, gone)
-        return self._chat(path, request, listed, named, inside, builder)
-
-    def _chat(
-        self,
-        path: str,
-        request: PreprocessedRequest,
-        listed: list[KeyedSegment],
-        named: References,
-        inside: dict[str, KeyedSegment],
-        builder: PromptBuilder,
-    ) -> PreprocessedRequest:
         if not self.chats:
             reason = "vLLM renders this model's chats in a way of its own: documents go with raw prompts"
             raise RequestError(400, reason, param="documents")

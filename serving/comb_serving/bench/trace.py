@@ -11,7 +11,7 @@ import json
 import random
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from itertools import count, islice
 from pathlib import Path
 from typing import Any
@@ -92,6 +92,7 @@ class Trace:
     requests: tuple[TraceRequest, ...]
     count: Callable[[str], int]
     systems: bool = True
+    _texts: dict[Piece, str] = field(default_factory=dict, compare=False)  # each is made once, for every way to send it
 
     def repeated(self) -> float:
         """The share of all tokens that are in pieces of earlier requests."""
@@ -136,6 +137,11 @@ class Trace:
         return [{**turns[0], "content": f"{system}\n\n{turns[0]['content']}"}, *turns[1:]]
 
     def _text(self, piece: Piece) -> str:
+        if piece not in self._texts:
+            self._texts[piece] = self._made(piece)
+        return self._texts[piece]
+
+    def _made(self, piece: Piece) -> str:
         rng = random.Random(piece.name)
         if not piece.schema:
             return sentences(f"{piece.name.capitalize()}.", piece.tokens, self.count, rng)

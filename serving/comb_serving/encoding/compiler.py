@@ -105,12 +105,10 @@ class EngineCompiler(DocumentCompiler):
         client: vLLM's of its engine; None until the server has it.
     """
 
-    client: Any = None
-    _forgetting: set[asyncio.Task[None]]
-
     def __init__(self, *args: Any, **options: Any) -> None:
         super().__init__(*args, **options)
-        self._forgetting = set()
+        self.client: Any = None
+        self._forgetting = set[asyncio.Task[None]]()
 
     def fault(self) -> str | None:
         """None: as long as vLLM answers at all, it compiles."""
