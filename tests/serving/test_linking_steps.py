@@ -48,6 +48,26 @@ def test_answers_are_the_same_however_steps_are_made(model: Any, options: dict[s
             assert linked.preemptions > 0
 
 
+@pytest.mark.parametrize(
+    ("options", "steps"),
+    [({}, 1), ({"max_num_batched_tokens": 32}, 2), ({"max_num_seqs": 3}, 2)],
+    ids=["room for all seams", "too few tokens", "too few rows"],
+)
+def test_seams_and_question_are_one_step_where_they_fit(model: Any, options: dict[str, Any], steps: int) -> None:
+    with linked_engine(model, **options) as linked:
+        driver = linked.llm.llm_engine
+        for prompt in (PROMPTS[0], PROMPTS[4]):
+            driver.add_request("asked", *linked.request(prompt, "legolink:4", 4))
+            taken, outputs = 0, []
+            while not any(output.outputs[0].token_ids for output in outputs):
+                outputs, taken = driver.step(), taken + 1
+            while driver.has_unfinished_requests():
+                outputs = driver.step()
+            assert (taken > 1) == (steps > 1)
+            check_nothing_is_left(linked.scheduler)
+            assert list(outputs[0].outputs[0].token_ids) == linked.reference(prompt, "legolink:4", 4)[0]
+
+
 def test_two_ranks_link_each_its_own_heads(model: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("VLLM_CPU_OMP_THREADS_BIND", "0|1")
     with linked_engine(model, tensor_parallel_size=2) as linked:

@@ -28,7 +28,7 @@ def rows_for(documents: int) -> tuple[list[Any], list[int]]:
     planned = plan(len(prompt), spans, LinkMethod.parse(f"legolink:{SEAM}").recomputed(spans))
     connector: Any = LinkingConnector.__new__(LinkingConnector)
     connector.jobs, connector.behind_seams, connector._loads = {}, {}, []
-    connector._matched = {"r": (0, planned)}
+    connector._matched = {"r": (0, planned, False)}
     connector.links = {"r": SimpleNamespace(plan=planned, method=None, sources=[None] * documents, length=len(prompt))}
     request = SimpleNamespace(request_id="r", prompt_token_ids=prompt, lora_request=None, num_preemptions=0)
     blocks = SimpleNamespace(get_block_ids=lambda: ([0],))

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from array import array
 from collections import deque
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -41,6 +42,7 @@ class SeamJob:
             Python's numbers would take a client's many small documents seconds.
         interiors: with linear layers, whose state can't be ahead of itself: what is put between its seams, by where
             it ends. Each has to be there before the tokens behind it are computed, and so there is one seam in a step.
+        beside: its own first step is the one that computes them; else it waits until they are there.
         tokens: in `ranges`.
     """
 
@@ -49,10 +51,28 @@ class SeamJob:
     blocks: Blocks
     ranges: deque[Range]
     interiors: dict[int, ComposeCommand]
+    beside: bool
     tokens: int = field(init=False)
 
     def __post_init__(self) -> None:
         self.tokens = sum(end - start for start, end in self.ranges)
+
+
+@dataclass
+class SeamRoom:
+    """What a step keeps for the seams of requests that begin in it: tokens, and rows of its batch."""
+
+    tokens: int = 0
+    rows: int = 0
+
+    def holds(self, seams: Sequence[Range]) -> bool:
+        """Whether they all fit."""
+        return sum(end - start for start, end in seams) <= self.tokens and len(seams) <= self.rows
+
+    def take(self, seams: Sequence[Range]) -> None:
+        """Less is left."""
+        self.tokens -= sum(end - start for start, end in seams)
+        self.rows -= len(seams)
 
 
 class LinkingConnector(KVConnectorBase_V1, SupportsHMA):
@@ -70,7 +90,8 @@ class LinkingConnector(KVConnectorBase_V1, SupportsHMA):
             self.reports = ReportSender(instance_dir())
         self.links: dict[str, RequestLink] = {}
         self.jobs: dict[str, SeamJob] = {}
-        self._matched: dict[str, tuple[int, LinkPlan]] = {}
+        self.room = SeamRoom()
+        self._matched: dict[str, tuple[int, LinkPlan, bool]] = {}
         self._loads: list[LoadCommand] = []
         self.behind_seams: dict[str, ComposeCommand] = {}  # by request: what is between its last seam and its query
 
@@ -84,22 +105,24 @@ class LinkingConnector(KVConnectorBase_V1, SupportsHMA):
         return link
 
     def get_num_new_matched_tokens(self, request: Any, num_computed_tokens: int) -> tuple[int, bool]:
-        """Everything in front of the query comes from elsewhere; with seams, only after steps of their own."""
+        """Everything in front of the query comes from elsewhere; with seams that the step has no room for, later."""
         link = self.links.get(request.request_id)
         if link is None:
             return 0, False
         left = link.plan.behind(num_computed_tokens)
-        self._matched[request.request_id] = num_computed_tokens, left
+        # rows of one step see each other's keys and values; a state is there only behind the step that computes it
+        beside = self.room.holds(left.seams) and not self.started.states
+        self._matched[request.request_id] = num_computed_tokens, left, beside
         if num_computed_tokens >= link.plan.query:
             return 0, False
-        return link.plan.query - num_computed_tokens, bool(left.seams)
+        return link.plan.query - num_computed_tokens, bool(left.seams) and not beside
 
     def update_state_after_alloc(self, request: Any, blocks: Any, num_external_tokens: int) -> None:
         """Now it has its blocks."""
         matched = self._matched.pop(request.request_id, None)
         if matched is None:  # a second call, behind its seams
             return
-        link, (head, left) = self.links[request.request_id], matched
+        link, (head, left, beside) = self.links[request.request_id], matched
         loads = left.loads if num_external_tokens else ()
         linked = sum(load.end - load.start for load in loads)
         if link.method is not None and not request.num_preemptions:
@@ -117,8 +140,10 @@ class LinkingConnector(KVConnectorBase_V1, SupportsHMA):
                 interiors[load.end] = ComposeCommand(handle, load.end - load.start, ids)
         if left.seams:
             self.jobs[request.request_id] = SeamJob(
-                request, array("i", request.prompt_token_ids), ids, deque(left.seams), interiors
+                request, array("i", request.prompt_token_ids), ids, deque(left.seams), interiors, beside
             )
+            if beside:
+                self.room.take(left.seams)
 
     def chunk(self, name: str, computed: int, count: int) -> int:
         """Of `count` tokens, how many a request may compute in a step: one that captures states stops at both ends.

@@ -30,6 +30,7 @@ class RequestLink:
         key: of the document of a request that compiles it, which is its salt in the prefix cache.
         found: whether the documents are segments that nobody has marked.
         interior: of that document in its prompt, whose states are to be captured; None where there are none.
+        exact: tokens of its prompt that the prefix cache had when it came.
     """
 
     report: str
@@ -41,6 +42,7 @@ class RequestLink:
     key: str = ""
     found: bool = False
     interior: Range | None = None
+    exact: int = 0
 
     def go_behind(self, exact: int) -> None:
         """Leaves the first tokens, which the prefix cache has as plain prompts left them, to it.

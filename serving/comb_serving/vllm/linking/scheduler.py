@@ -1,4 +1,6 @@
-"""vLLM's scheduler with documents: what is linked waits for its seams, which are rows of a step like any others.
+"""vLLM's scheduler with documents: the seams of what is linked are rows of a step like any others.
+
+A request computes its query in the same step if all of its seams fit in beside, and waits for them otherwise.
 
 A seam's row is announced to the worker as a new request with the blocks of the request that it belongs to. Its prompt
 is that of the request up to one token behind the seam, so that nothing is sampled from it, and with the next step the
@@ -15,7 +17,7 @@ from vllm.sampling_params import SamplingParams
 from vllm.v1.core.sched.output import NewRequestData, SchedulerOutput
 from vllm.v1.core.sched.scheduler import Scheduler
 
-from comb_serving.vllm.linking.connector import LinkingConnector, SeamJob
+from comb_serving.vllm.linking.connector import LinkingConnector, SeamJob, SeamRoom
 from comb_serving.vllm.scheduler import CheckedScheduler, mixed_into_vllms
 
 SEAM = "comb-seam-"
@@ -31,6 +33,7 @@ class LinkingScheduler(CheckedScheduler):
 
     connector: LinkingConnector
     max_num_scheduled_tokens: int
+    max_num_active_reqs: int
 
     def __init__(self, **options: Any) -> None:
         super().__init__(**options)
@@ -49,20 +52,37 @@ class LinkingScheduler(CheckedScheduler):
             # blocks in front of the first document keep the hashes of plain prompts, and are shared with them; what has
             # approximate keys and values never has an exact prompt's hash
             self.rehash(request, lambda plain, start, end: (*plain, *link.hash_extra(start, end)))
+            _, link.exact, _ = self.kv_cache_manager.get_computed_blocks(request)
 
     def schedule(self, throttle_prefills: bool = False) -> SchedulerOutput:
         """A step of vLLM's, and the seams that it has room for."""
-        limit = self.max_num_scheduled_tokens
-        waiting = sum(job.tokens for job in self.connector.jobs.values())
-        self.max_num_scheduled_tokens = limit - min(waiting, limit // 2)  # who links doesn't starve
+        limit, active = self.max_num_scheduled_tokens, self.max_num_active_reqs
+        waiting = min(sum(job.tokens for job in self.connector.jobs.values()), limit // 2)  # who links doesn't starve
+        room = self.connector.room = self._room(limit // 2 - waiting)
+        self.max_num_scheduled_tokens, self.max_num_active_reqs = limit - waiting - room.tokens, active - room.rows
         try:
             output = super().schedule(throttle_prefills)
         finally:
-            self.max_num_scheduled_tokens = limit
+            self.max_num_scheduled_tokens, self.max_num_active_reqs = limit, active
+            self.connector.room = SeamRoom()
         self._add_seams(output, limit - output.total_num_scheduled_tokens)
         if output.kv_connector_metadata.before_step:
             output.has_sync_kv_loads = True  # for requests that wait for seams too
         return output
+
+    def _room(self, tokens: int) -> SeamRoom:
+        """For the seams of those who wait to begin, in order, as far as this many tokens and the batch's rows go."""
+        room, rows = SeamRoom(), self.max_num_active_reqs - len(self.running)
+        if self.connector.started.states:
+            return room
+        for request in self.waiting:
+            link = self.connector.links.get(request.request_id)
+            seams = () if link is None or link.method is None else link.plan.behind(link.exact).seams
+            more = sum(end - start for start, end in seams)
+            if room.tokens + more > tokens or (rows := rows - 1 - len(seams)) < 0:
+                break
+            room.tokens, room.rows = room.tokens + more, room.rows + len(seams)
+        return room
 
     def _reserve_prefill_lookahead(self, request: Any, num_computed_tokens: int, num_new_tokens: int) -> int:
         """The one place where vLLM asks for a chunk's end; here steps also end where states are captured."""
@@ -72,7 +92,8 @@ class LinkingScheduler(CheckedScheduler):
     def _add_seams(self, output: SchedulerOutput, tokens: int) -> None:
         """Rows for the seams of waiting requests, first come, first served, as far as tokens and rows allow."""
         rows = self.max_num_running_reqs - len(self.running)
-        for name, job in list(self.connector.jobs.items()):
+        # first those whose request is in this step
+        for name, job in sorted(self.connector.jobs.items(), key=lambda item: not item[1].beside):
             while job.ranges and tokens > 0 and rows > 0:
                 start, end = job.ranges.popleft()
                 if (interior := job.interiors.pop(start, None)) is not None:
@@ -88,11 +109,13 @@ class LinkingScheduler(CheckedScheduler):
                     job.ranges.appendleft((start + count, end))
                 if job.interiors:
                     break
+            assert not (job.ranges and job.beside), f"{name} would be answered without its seams"
             if not job.ranges:
                 if job.interiors:  # it comes before the request's own first step
                     (self.connector.behind_seams[name],) = job.interiors.values()
                 del self.connector.jobs[name]
-                self.finished_recving_kv_req_ids.add(name)  # its own first step comes behind this one
+                if not job.beside:
+                    self.finished_recving_kv_req_ids.add(name)  # its own first step comes behind this one
 
     def _row(self, job: SeamJob, start: int, end: int) -> NewRequestData:
         tokens: Any = job.token_ids[: end + 1]
