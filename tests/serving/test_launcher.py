@@ -76,6 +76,11 @@ def test_the_server_gets_its_environment_and_the_folder_goes(tmp_path: Path, mon
     assert (options.pool_bytes, options.pool_dtype, options.ranks, len(options.key_hashes)) == ("4096", "fp8", 2, 1)
     assert "k" not in options.key_hashes
     assert list(root.iterdir()) == []
+    assert 1 <= int(environment["VLLM_CPU_KVCACHE_SPACE"]) <= 4
+    for given in ("--kv-cache-memory-bytes=1", "--gpu_memory_utilization=0.5"):
+        seen.unlink()
+        launch(options, [given], root=root, server=server)
+        assert "VLLM_CPU_KVCACHE_SPACE" not in told(seen)["environment"]
 
 
 def test_an_adapter_without_a_tokenizer_has_its_backbones(tmp_path: Path) -> None:

@@ -59,6 +59,7 @@ _REFUSED_PLAIN = {
 # Of the environment. Answers that vLLM keeps could be read by whoever knows or guesses their names; there is one API
 # server, and with Prometheus' folder vLLM would show what is in its files, and not our counters.
 _DROPPED = {ADMIN_KEY, "VLLM_ENABLE_RESPONSES_API_STORE", "PROMETHEUS_MULTIPROC_DIR"}
+_CACHE_SIZES = {"--kv-cache-memory-bytes", "--gpu-memory-utilization"}
 _ONLY_ONE = ("api-server-count", "data-parallel-size", "pipeline-parallel-size")
 
 
@@ -172,7 +173,7 @@ def launch(
         options, ranks=flags.ranks, key_hashes=flags.key_hashes, chat_template_kwargs=flags.chat_template_kwargs
     )
     with instance_folder(root) as folder:
-        environment = _environment(options, folder)
+        environment = _environment(options, folder, arguments)
         model = resolve_name(options.model)
         # clients know a registered model by its name, not by the folder where it lies
         names = [] if flags.named or model == options.checkpoint else ["--served-model-name", options.checkpoint]
@@ -224,12 +225,18 @@ def as_flags(engine: Mapping[str, Any]) -> list[str]:
     return flags
 
 
-def _environment(options: ServeOptions, folder: Path) -> dict[str, str]:
+def _environment(options: ServeOptions, folder: Path, arguments: Sequence[str]) -> dict[str, str]:
     environment = {name: value for name, value in os.environ.items() if name not in _DROPPED}
     environment |= options.environment(folder)
     if options.has_pool and options.method is not None:
         # on a CPU vLLM leaves another core per rank to a connector's threads, and comb's has none
         environment.setdefault("VLLM_CPU_NUM_OF_RESERVED_CPU", str(options.ranks))
+    if not {item.partition("=")[0].replace("_", "-") for item in arguments} & _CACHE_SIZES:
+        # read on CPUs alone, where vLLM takes 92% of the memory, and doesn't start where less than that is free
+        import psutil
+
+        quarter = psutil.virtual_memory().available // 4
+        environment.setdefault("VLLM_CPU_KVCACHE_SPACE", str(max(1, min(4, quarter // 2**30))))
     allowed = environment.get("VLLM_PLUGINS")
     if allowed is not None and PLUGIN not in allowed.split(","):
         environment["VLLM_PLUGINS"] = ",".join([*filter(None, allowed.split(",")), PLUGIN])
