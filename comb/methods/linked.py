@@ -14,6 +14,7 @@ from typing import Any, ClassVar, TypeVar
 import torch
 from torch import Tensor
 
+from comb.backbones.attention_calls import watched
 from comb.backbones.exclusive import exclusive
 from comb.backbones.forward import counted_passes
 from comb.backbones.rotary import compile_limit, why_length_dependent
@@ -24,6 +25,7 @@ from comb.linking.compile import compile_tokens
 from comb.linking.masks import masked_attention
 from comb.linking.passes import recompute, recompute_in_order
 from comb.linking.positions import UnmovableError
+from comb.linking.query_attention import QueryAttention
 from comb.linking.support import LinkSupport, find_support
 from comb.methods.base import DecodeState, LinkRequest, Method
 from comb.methods.continuation import continue_tokens
@@ -31,7 +33,7 @@ from comb.methods.fronts import FrontChoice, TakesFront
 from comb.methods.past_state import PastState
 from comb.methods.prefixes import behind_prefix
 from comb.methods.registry import register
-from comb.methods.selection import Rule
+from comb.methods.selection import QueryLook, Rule
 
 P = TypeVar("P", bound=PICache)
 Function = TypeVar("Function", bound=Callable[..., list[int]])
@@ -83,6 +85,14 @@ class PromptLayout:
         with masked_attention(self.backbone):
             with_last = self.support.positions.limit is not None
             return recompute(self.backbone, self.cache, self.token_ids, positions, masks, with_last=with_last)
+
+    def query_look(self) -> QueryLook:
+        """One pass of the query, and of the fresh tokens in front of it, over what is linked."""
+        last = len(self.token_ids) - 1
+        scores = QueryAttention(self.cache.rows, start=min(self.spans[-1].end, last))
+        with watched(self.backbone, scores):
+            self.run(sorted({*self.fresh_rows, last}))  # a prompt may end with a document
+        return QueryLook(scores.paid, self.spans, self.behind_front)
 
 
 class Linked(TakesFront):
@@ -185,7 +195,8 @@ class Linked(TakesFront):
             )  # fmt: skip
         if prompt.chosen is None:
             with prompt.times.timed("select"):
-                prompt.chosen = self.rule.select(prompt, prompt.spans, prompt.behind_front, **self.parameters)
+                seen = prompt.query_look() if self.rule.by_query else prompt
+                prompt.chosen = self.rule.select(seen, prompt.spans, prompt.behind_front, **self.parameters)
         chosen = [position for position in prompt.chosen if position < prompt.end]
         if rows := sorted({*chosen, *prompt.fresh_rows}):
             with prompt.times.timed("recompute"):
@@ -213,7 +224,7 @@ class Linked(TakesFront):
             # compiled behind something, or with the frequencies of short prompts, also the first one differs here
             spans = [replace(span, first=False) for span in spans]
         chosen = None
-        if not self.rule.looks:
+        if self.rule.from_places:
             chosen = self.rule.select(None, spans, behind_front, **self.parameters)
         elif all(span.first for span in spans):  # a document that begins the prompt was compiled in its place
             chosen = []

@@ -9,7 +9,8 @@
 
 It is then a method by that name behind every front, in the library, on the command line, in the doctor's matrix and in
 `comb bench methods`; and in the server, whose scheduler knows the choice before anything is computed. A rule that has
-to look into the linked cache gets the `PromptLayout` instead of the spans (``@selects("mine", looks=True)``).
+to know what the question looks at gets a `QueryLook` instead of the spans (``@selects("mine", by_query=True)``), in the
+server as well; one that has to look into the linked cache the `PromptLayout` (``looks=True``), in the library alone.
 """
 
 from __future__ import annotations
@@ -18,6 +19,8 @@ import inspect
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Annotated, Any, get_args, get_type_hints
+
+from torch import Tensor
 
 from comb.linking.cache import Span
 
@@ -56,15 +59,31 @@ Share = Annotated[float, TokenShare()]
 
 
 @dataclass(frozen=True)
+class QueryLook:
+    """What the query saw when it passed over the linked prompt with nothing recomputed.
+
+    Args:
+        paid: [N] float32, on the CPU: the attention that its tokens pay to each of the prompt's, added up over them,
+            layers and heads.
+        spans: of the documents, in order.
+        behind_front: whether they were compiled behind something.
+    """
+
+    paid: Tensor
+    spans: Sequence[Span]
+    behind_front: bool
+
+
+@dataclass(frozen=True)
 class Rule:
     """A function that chooses, and what it takes.
 
     Args:
-        choose: (spans or prompt, parameters by name) -> sorted positions.
+        choose: (spans, look or prompt, parameters by name) -> sorted positions.
         defaults: of its parameters, in order; the first one needs no name.
         kinds: of those that are checked by kind.
         looks: whether it looks into the linked prompt, instead of knowing its choice from where documents are.
-        by_query: whether another query has other tokens chosen; then the prompt's last token is computed with the rest.
+        by_query: whether what the query looks at says it; then the prompt's last token is computed with the rest.
         check: raises ValueError for a method (its model, its parameters) that the rule can't be used with.
     """
 
@@ -101,10 +120,15 @@ class Rule:
         always among them: it has to become the prompt's attention sink.
 
         Args:
-            prompt: for a rule that looks, the `PromptLayout`; else nothing is asked of it.
+            prompt: for a rule that looks, the `PromptLayout`; for one by query, the `QueryLook`; else nothing.
         """
-        chosen = self.choose(prompt if self.looks else spans, **parameters)
+        chosen = self.choose(spans if self.from_places else prompt, **parameters)
         return sorted({0, *chosen}) if behind_front and spans and not spans[0].start else chosen
+
+    @property
+    def from_places(self) -> bool:
+        """Whether it needs to see nothing but where documents are."""
+        return not (self.looks or self.by_query)
 
     @property
     def everything(self) -> dict[str, Any]:

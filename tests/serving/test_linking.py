@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from itertools import product
 from pathlib import Path
 
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -24,6 +26,8 @@ SECRET = b"secret"
         ("legolink", "legolink:16", [*range(6, 10), *range(12, 28)], "alone"),
         ("legolink:k=2", "legolink:2", [6, 7, 12, 13], "alone"),
         ("legolink:0", "legolink:0", [], "alone"),
+        ("focus:ratio=0.2", "focus:0.2", None, "alone"),
+        ("focus:0.2,seam=0,front=prose", "focus:0.2,seam=0,front=prose", None, "prose"),
         ("attnlink:2", "attnlink:2", [5, 6, 12], "alone"),
         ("legolink-0", "legolink-0", [0], "dummies:4"),
         ("naive,front=dummies:4", "naive,front=dummies:4", [0], "dummies:4"),
@@ -37,18 +41,45 @@ SECRET = b"secret"
         ("full", "full", [], "alone"),
     ],
 )
-def test_methods_have_one_name_each(spec: str, name: str, again: list[int], compiled: str) -> None:
+def test_methods_have_one_name_each(spec: str, name: str, again: list[int] | None, compiled: str) -> None:
     method = LinkMethod.parse(spec)
     assert (method.name, method.compiled) == (name, compiled)
     assert method.recomputed([(0, 6), (6, 4), (12, 20)]) == again
     assert LinkMethod.parse(method.name) == method
 
 
+def test_what_the_question_looks_at_is_computed_again_as_the_library_does() -> None:
+    method, spans = LinkMethod.parse("focus:0.2,seam=0"), [(0, 6), (6, 4), (12, 20)]
+    paid = torch.zeros(40)
+    paid[[2, 8, 12, 30, 25, 26, 27, 38]] = torch.tensor([9.0, 8, 7, 6, 5, 4, 3, 99])
+    assert method.recomputed(spans, paid) == [8, 12, 25, 26, 27, 30]  # 6 of 30; the first is in its place
+    assert LinkMethod.parse("focus:0.2,seam=0,front=prose").recomputed(spans, paid) == [0, 2, 8, 12, 25, 26, 30]
+    assert method.recomputed(spans[:1]) == []  # nothing to look for
+
+
+@pytest.mark.vllm
+@pytest.mark.parametrize("window", [None, 3])
+def test_a_long_question_is_seen_in_portions(window: int | None, monkeypatch: pytest.MonkeyPatch) -> None:
+    looks = pytest.importorskip("comb_serving.vllm.linking.looks")
+    draw = torch.Generator().manual_seed(0)
+    query, keys = torch.randn(5, 4, 8, generator=draw), torch.randn(12, 2, 8, generator=draw)
+    wanted = torch.zeros(12, dtype=torch.float64)
+    for number, head in product(range(5), range(4)):
+        first = 0 if window is None else number + 7 - window + 1
+        seen = keys[first : number + 8, head // 2].double() @ query[number, head].double() * 0.3
+        wanted[first : number + 8] += seen.softmax(0)
+    for room in (10**6, 4 * 12 * 2, 1):
+        monkeypatch.setattr(looks, "_SCORES", room)
+        torch.testing.assert_close(
+            looks.attention_paid(query, keys, 7, 0.3, window).double(), wanted, atol=1e-5, rtol=0
+        )
+
+
 @pytest.mark.parametrize("spec", ["cacheblend:0.1", "legolink:-1", "legolink:x", "naive:rotate=false", "legolink-0:4",
-                                  "naive,front=dummies:0", "primed:x", "focus:0.1", "nothing", "full:1",
+                                  "naive,front=dummies:0", "primed:x", "focus:2", "nothing", "full:1",
                                   ""])  # fmt: skip
 def test_other_methods_are_refused_by_name(spec: str) -> None:
-    with pytest.raises(ValueError, match=r"naive|method|number of tokens"):
+    with pytest.raises(ValueError, match=r"naive|method|number of tokens|a share of"):
         LinkMethod.parse(spec)
 
 

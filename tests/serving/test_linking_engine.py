@@ -10,6 +10,7 @@ import pytest
 from comb import methods
 from comb.linking.cache import Span
 from comb.methods.linked import selects
+from comb.methods.selection import QueryLook
 from comb_serving.pool.capability import KEY
 from tests.helpers.engines import answer, engine, greedy
 from tests.helpers.linked import (
@@ -25,7 +26,7 @@ from tests.helpers.linked import (
 
 pytestmark = [pytest.mark.vllm, pytest.mark.slow, pytest.mark.usefixtures("plugin")]
 
-RULES = ["naive", "legolink:1", "legolink:4", "legolink:16", "attnlink:6", "test-thirds"]
+RULES = ["naive", "legolink:1", "legolink:4", "legolink:16", "attnlink:6", "test-thirds", "focus:0.3", "test-looked"]
 EXACT = 2e-5
 
 
@@ -43,7 +44,7 @@ def alone(model: Any) -> list[Any]:
         return [answer(llm.generate([prompt], greedy(8), use_tqdm=False)[0]) for prompt in prompts]
 
 
-@pytest.fixture(scope="module", params=["naive", "primed"])
+@pytest.fixture(scope="module", params=["focus:0.3", "focus:0.3,front=prose"])
 def linked(model: Any, alone: list[Any], request: pytest.FixtureRequest) -> Iterator[LinkedEngine]:
     with linked_engine(model, request.param) as found:  # one engine at a time in a process
         yield found
@@ -51,14 +52,19 @@ def linked(model: Any, alone: list[Any], request: pytest.FixtureRequest) -> Iter
 
 @pytest.fixture(scope="module", autouse=True)
 def rule_of_the_test() -> Iterator[None]:
-    """A rule that nothing else knows of, to be served as the library's own are."""
+    """Rules that nothing else knows of, to be served as the library's own are."""
 
     @selects("test-thirds")
     def thirds(spans: Sequence[Span]) -> list[int]:
         return [position for span in spans for position in range(span.start + 2, span.end, 3)]
 
+    @selects("test-looked", by_query=True)
+    def looked(look: QueryLook) -> list[int]:
+        return sorted(span.start + int(look.paid[span.start : span.end].argmax()) for span in look.spans)
+
     yield
-    del methods.registry._entries["test-thirds"]
+    for name in ("test-thirds", "test-looked"):
+        del methods.registry._entries[name]
 
 
 @pytest.mark.parametrize("rule", RULES)

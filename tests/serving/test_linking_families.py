@@ -34,6 +34,11 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "smollm3": ("SmolLM3Config", WIDE),
     "glm4": ("Glm4Config", WIDE),  # part of the channels, in pairs of neighbours
 }  # fmt: skip
+LATENT = {**BASE, **MLA, "hidden_size": 64, "kv_lora_rank": 512, "qk_rope_head_dim": 64, "qk_nope_head_dim": 128,
+          "v_head_dim": 128, "q_lora_rank": None}  # fmt: skip
+# what vLLM prefers on a CPU with AMX refuses float32. Its rotary kernel for CPUs takes the keys of one head to lie
+# close together, which these don't, and turns few of them: such an engine is refused, in torch they are turned
+IN_TORCH = {"attention_backend": "CPU_MLA", "compilation_config": {"custom_ops": ["-rotary_embedding"]}}
 ASKED = [(prompt, method) for method in ("legolink:4", "naive", "attnlink:4") for prompt in PROMPTS[:3]]
 
 
@@ -43,20 +48,16 @@ def test_a_family_is_linked_as_in_the_library(family: str, tmp_path: Path) -> No
     model = plain_model(tmp_path, getattr(tf, kind)(**values))
     documents = three_documents(model.config.vocab_size)
     # before vLLM starts: some families it serves with transformers' classes, which then work inside it alone
-    expected = [library_answer(model, documents, *asked) for asked in ASKED]
-    with linked_engine(model) as linked:
-        for one, other in zip(linked.ask(ASKED), expected, strict=True):
+    asked = [*ASKED, *((prompt, "focus:0.3") for prompt in PROMPTS[:3])]
+    expected = [library_answer(model, documents, *each) for each in asked]
+    with linked_engine(model, "focus:0.3") as linked:
+        for one, other in zip(linked.ask(asked), expected, strict=True):
             assert largest_difference(one, other) < 3e-5
 
 
 def test_latent_attention_is_linked_as_in_the_library(tmp_path: Path) -> None:
-    values = {**BASE, **MLA, "hidden_size": 64, "kv_lora_rank": 512, "qk_rope_head_dim": 64, "qk_nope_head_dim": 128,
-              "v_head_dim": 128, "q_lora_rank": None}  # fmt: skip
-    model = plain_model(tmp_path, tf.DeepseekV2Config(**values))
-    # what vLLM prefers on a CPU with AMX refuses float32. Its rotary kernel for CPUs takes the keys of one head to lie
-    # close together, which these don't, and turns few of them: such an engine is refused, in torch they are turned
-    options = {"attention_backend": "CPU_MLA", "compilation_config": {"custom_ops": ["-rotary_embedding"]}}
-    with linked_engine(model, **options) as linked:
+    model = plain_model(tmp_path, tf.DeepseekV2Config(**LATENT))
+    with linked_engine(model, **IN_TORCH) as linked:
         for one, each in zip(linked.ask(ASKED), ASKED, strict=True):
             assert largest_difference(one, linked.reference(*each)) < 2e-4
         naive, full = linked.ask([(PROMPTS[0], "naive"), (PROMPTS[0], "full")])
@@ -70,8 +71,9 @@ def test_latent_attention_is_linked_as_in_the_library(tmp_path: Path) -> None:
         ("GPT2Config", {"vocab_size": 128, "n_embd": 64, "n_layer": 2, "n_head": 2, "n_positions": 256}, {},
          "a document can't be moved"),
         ("LlamaConfig", WIDE, {"kv_cache_dtype": "fp8"}, "kv_cache_dtype"),
+        ("DeepseekV2Config", LATENT, {"method": "focus:0.1", **IN_TORCH}, "can't be seen in vLLM's MLAAttention"),
     ],
-    ids=["window", "learned positions", "fp8 cache"],
+    ids=["window", "learned positions", "fp8 cache", "a question's look at latents"],
 )  # fmt: skip
 def test_what_cant_be_linked_is_refused_at_start(
     kind: str, values: dict[str, Any], options: dict[str, Any], reason: str, tmp_path: Path

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from itertools import product
 from typing import Any
 
 import pytest
@@ -17,7 +18,7 @@ from tests.helpers.linked import (
 
 pytestmark = [pytest.mark.vllm, pytest.mark.slow, pytest.mark.usefixtures("plugin")]
 
-ASKED = [(prompt, method) for method in ("naive", "legolink:4", "full") for prompt in PROMPTS]
+ASKED = [(prompt, method) for method in ("naive", "legolink:4", "focus:0.3", "full") for prompt in PROMPTS]
 EXACT = 2e-5
 
 
@@ -42,7 +43,7 @@ def check_answers(linked: LinkedEngine) -> None:
     ids=["compiled, one row", "async, preemption"],
 )
 def test_answers_are_the_same_however_steps_are_made(model: Any, options: dict[str, Any]) -> None:
-    with linked_engine(model, **options) as linked:
+    with linked_engine(model, "focus:0.3", **options) as linked:
         check_answers(linked)
         if "num_gpu_blocks_override" in options:
             assert linked.preemptions > 0
@@ -70,7 +71,7 @@ def test_seams_and_question_are_one_step_where_they_fit(model: Any, options: dic
 
 def test_two_ranks_link_each_its_own_heads(model: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("VLLM_CPU_OMP_THREADS_BIND", "0|1")
-    with linked_engine(model, tensor_parallel_size=2) as linked:
+    with linked_engine(model, "focus:0.3", tensor_parallel_size=2) as linked:
         for one, each in zip(linked.ask(ASKED), ASKED, strict=True):
             assert largest_difference(one, linked.reference(*each)) < EXACT
 
@@ -87,12 +88,15 @@ def test_in_half_precision_answers_are_near(model: Any) -> None:
 
 
 def test_in_chunks_who_leaves_leaves_nothing_and_disturbs_nobody(model: Any) -> None:
-    with linked_engine(model, max_num_batched_tokens=16, max_num_seqs=3, enable_chunked_prefill=True) as other:
+    with linked_engine(
+        model, "focus:0.3", max_num_batched_tokens=16, max_num_seqs=3, enable_chunked_prefill=True
+    ) as other:
         driver = other.llm.llm_engine
         check_answers(other)  # and now all are compiled
-        for steps in range(8):  # waiting, in the middle of its seams, at its query, while it answers
-            name = f"leaving-{steps}"
-            driver.add_request(name, *other.request(PROMPTS[4], "legolink:16", 20))
+        # waiting, while its question looks, in the middle of its seams, at its query, while it answers
+        for method, steps in product(("legolink:16", "focus:0.3"), range(8)):
+            name = f"leaving-{method}-{steps}"
+            driver.add_request(name, *other.request(PROMPTS[4], method, 20))
             for _ in range(steps):
                 driver.step()
             driver.abort_request([name])
@@ -100,5 +104,5 @@ def test_in_chunks_who_leaves_leaves_nothing_and_disturbs_nobody(model: Any) -> 
                 driver.step()
         driver.step()
         check_nothing_is_left(other.scheduler)
-        for asked in ((PROMPTS[0], "legolink:4"), (PROMPTS[1], "full")):
+        for asked in ((PROMPTS[0], "legolink:4"), (PROMPTS[0], "focus:0.3"), (PROMPTS[1], "full")):
             assert largest_difference(other.ask([asked])[0], other.reference(*asked)) < EXACT

@@ -10,6 +10,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 
 from comb_serving.api.start_check import check_start
 from comb_serving.linking.layout import LinkingLayout
@@ -25,14 +26,15 @@ LAYOUT = LinkingLayout(8, 16, 24, "model", "float32", 64, 4096)
 class Engine:
     """Its first token's log-probability is -1, over documents `more`; `noise` is added at every question.
 
-    With a `sender` it links as the plan says (unless `links` is off), and adds `more` where something was linked. It
-    ends after `ends` tokens.
+    With a `sender` it links as the plan says (unless `links` is off, or `blind`, when no question looks), and adds
+    `more` where something was linked. It ends after `ends` tokens.
     """
 
     def __init__(
         self, more: float = 0.0, *, sender: ReportSender | None = None, noise: float = 0.0, links: bool = True,
-        ends: int = 9,
+        ends: int = 9, blind: bool = False,
     ) -> None:  # fmt: skip
+        self.blind = blind
         self.more, self.sender, self.noise, self.links, self.ends, self.asked = more, sender, noise, links, ends, 0
 
     async def generate(self, prompt: Any, parameters: Any, request_id: str) -> AsyncIterator[Any]:
@@ -45,7 +47,9 @@ class Engine:
             read = True
             if self.sender is not None:
                 method = LinkMethod.parse(said.method)
-                found = layout_for(method).plan(method, len(ids), said.spans_in(ids))
+                spans, paid = said.spans_in(ids), torch.ones(len(ids))
+                chosen = () if self.blind else method.recomputed(spans, paid) or ()
+                found = layout_for(method).plan(method, len(ids), spans, chosen)
                 linked = sum(load.end - load.start for load in found.loads) if self.links else 0
                 self.sender.send(name_of(token), LinkReport(0, linked, len(ids) - linked))
                 read = linked > 0
@@ -105,13 +109,14 @@ def plain(method: str = "legolink:16", *, blocks: int = 8, longest: int = 64) ->
     return Server(method=method, layout=layout)
 
 
-@pytest.mark.parametrize("method", ["naive", "legolink:16", "legolink-0", "primed", "primed:4", "linktokens"])
+@pytest.mark.parametrize("method", ["naive", "legolink:16", "legolink-0", "primed", "primed:4", "linktokens",
+                                    "focus:0.1", "focus:0.1,front=prose"])  # fmt: skip
 async def test_an_engine_that_links_is_believed_and_nothing_is_left(told: Any, method: str) -> None:
     server = plain(method)
     for more in ({}, {"more": 0.05, "noise": 0.01}):
         engine = Engine(sender=told[1], **more)
         await check(server, engine, "", told[0])
-        assert engine.asked == (1 if method == "linktokens" else 4)
+        assert engine.asked == {"linktokens": 1, "focus:0.1": 5, "focus:0.1,front=prose": 5}.get(method, 4)
     assert not server.manager.pool.entries
     server.check_idle()
 
@@ -125,6 +130,8 @@ async def test_an_engine_that_links_wrongly_or_not_at_all_ends_the_server(told: 
         with pytest.raises(RuntimeError, match=words):
             await check(server, Engine(sender=told[1], **more), "", told[0])
         server.check_idle()
+    with pytest.raises(RuntimeError, match=r"focus:1\.0: 20 tokens must come from the pool, the engine says 39"):
+        await check(plain("focus:0.1"), Engine(sender=told[1], blind=True), "", told[0])
     with pytest.raises(RuntimeError, match="no room to try linking two documents: the pool has 1 blocks"):
         await check(plain(blocks=1), Engine(sender=told[1]), "", told[0])
 

@@ -90,6 +90,10 @@ class MethodChoice:
             method = LinkMethod.parse(asked["method"])
         except ValueError as error:
             raise refusal(str(error)) from error
+        if method.rule.by_query and not self.started.rule.by_query:
+            raise refusal(
+                f"{method.name} has to see what questions look at: start the server with --method {method.name}"
+            )
         if self.switchable and not method.full and method.compiled != self.started.compiled:
             alike = {"alone": "naive, legolink:k", "prose": "primed:k"}.get(self.started.compiled, self.started.name)
             raise refusal(

@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import logging
 import random
+import re
 import secrets
 from collections.abc import Awaitable, Callable
 from pathlib import Path
@@ -134,6 +135,14 @@ async def _check_linked(
                 f"linked documents change log-probabilities by {error:.2g} where they must change nothing (two plain "
                 f"runs differ by {noise:.2g})"
             )
+        if method.rule.by_query:  # nothing but what begins the prompt is left of whatever it looks at
+            (everything,) = method.rule.everything.values()
+            whole = LinkMethod.parse(f"{re.split('[:,]', method.name)[0]}:{everything},front={method.front}")
+            error = distance(await over(whole, 0 if seams else first), without)
+            if error > max(bound, 10 * noise):
+                raise RuntimeError(
+                    f"{whole.name} recomputes all that isn't in its place, and changes log-probabilities by {error:.2g}"
+                )
     if not method.states:
         await over(LinkMethod.parse(f"naive,front={method.front}"), first + second)
 

@@ -92,7 +92,7 @@ class ServeOptions:
         metadata={"option": typer.Argument(help="adapter, or any plain model with --method: folder, name, Hub id")}
     )
     method: str | None = option(
-        None, "how a plain model links documents: primed, legolink:k, naive,front=ADAPTER, full; of hybrids "
+        None, "how a plain model links documents: primed, legolink:k, focus:r, naive,front=ADAPTER, full; of hybrids "
         "hypic:w,front=prose; none for an adapter",
     )  # fmt: skip
     audit: float = option(

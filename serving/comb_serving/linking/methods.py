@@ -1,7 +1,7 @@
 """The methods that vLLM can link with, as a server or a request names them: ``legolink:16``, ``hypic:8``, ``full``.
 
 They are the library's: whatever front its documents have, and every rule of selection that needs to see nothing but
-where documents are, which is all that the scheduler knows beforehand.
+where documents are, which the scheduler knows beforehand, or what the question looks at, which a step tells it.
 """
 
 from __future__ import annotations
@@ -11,12 +11,14 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from torch import Tensor
+
 from comb import methods
 from comb.linking.cache import Span
 from comb.methods.fronts import DUMMIES, dummies_of
 from comb.methods.hypic import Hypic
 from comb.methods.linked import Linked
-from comb.methods.selection import NOTHING, Rule, TokenCount
+from comb.methods.selection import NOTHING, QueryLook, Rule, TokenCount
 from comb_serving.linking.plan import Range
 
 FULL = "full"  # nothing linked: plain vLLM computes the documents with the rest of the prompt
@@ -59,11 +61,19 @@ class LinkMethod:
         """Whether nothing is linked."""
         return self.name == FULL
 
-    def recomputed(self, spans: Sequence[Range]) -> list[int]:
-        """Sorted positions of the document tokens that are computed again; `spans` as in `plan.plan`."""
+    def recomputed(self, spans: Sequence[Range], paid: Tensor | None = None) -> list[int] | None:
+        """Sorted positions of the document tokens that are computed again; None where the question's look has to say.
+
+        Args:
+            spans: as in `plan.plan`. paid: [N], `QueryLook.paid` of the prompt.
+        """
         alone = self.front == "none"
         found = [Span(*span, first=alone and not span[0]) for span in spans]
-        return self.rule.select(None, found, not alone, **self.values)
+        if self.rule.by_query and paid is None:
+            # a document that begins the prompt was compiled in its place
+            return [] if all(span.first for span in found) else None
+        look = None if paid is None else QueryLook(paid, found, not alone)
+        return self.rule.select(look, found, not alone, **self.values)
 
     @classmethod
     def parse(cls, spec: str) -> LinkMethod:
@@ -86,7 +96,7 @@ class LinkMethod:
             return cls(f"{name}:{width}{behind}", front, seam=width)
         if not issubclass(kind, Linked) or kind.rule.looks or given.keys() - kind.rule.defaults.keys():
             looking = (
-                f"{name} looks into the prompt before it chooses, and " if getattr(kind, "rule", NOTHING).looks else ""
+                f"{name} looks into the cache before it chooses, and " if getattr(kind, "rule", NOTHING).looks else ""
             )
             raise ValueError(
                 f"{looking}vLLM links documents with {', '.join(servable())}, behind front=prose, {DUMMIES}:n or an "

@@ -7,8 +7,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorMetadata
+from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorMetadata, KVConnectorWorkerMetadata
 
+from comb_serving.linking.plan import Range
 from comb_serving.pool.capability import PoolHandle
 
 Blocks = tuple[list[int], ...]
@@ -58,6 +59,27 @@ class CaptureCommand:
     ends: bool
 
 
+@dataclass(frozen=True, eq=False)
+class LookCommand:
+    """In the step: tokens [start, end) of a request are its question's, and what they look at is added up.
+
+    Args:
+        name: of the request.
+        length: of its prompt. spans: of its documents in there.
+        method: that chooses by it.
+        last: whether these are the question's last tokens.
+    """
+
+    name: str
+    start: int
+    end: int
+    blocks: Blocks
+    length: int
+    spans: tuple[Range, ...]
+    method: str
+    last: bool
+
+
 @dataclass(frozen=True)
 class SaveCommand:
     """After the step: a request's tokens from `start` on are the document of this key.
@@ -81,8 +103,21 @@ class LinkingMetadata(KVConnectorMetadata):
     composes: list[ComposeCommand] = field(default_factory=list)
     captures: list[CaptureCommand] = field(default_factory=list)
     saves: list[SaveCommand] = field(default_factory=list)
+    looks: list[LookCommand] = field(default_factory=list)
+    looking: tuple[str, ...] = ()  # requests whose questions are looking, in this step or not
 
     @property
     def before_step(self) -> bool:
         """Whether the worker has to have them before it computes: what it captures, it listens for."""
-        return bool(self.loads or self.composes or self.captures)
+        return bool(self.loads or self.composes or self.captures or self.looks)
+
+
+@dataclass
+class ChosenTokens(KVConnectorWorkerMetadata):
+    """What the workers answer to looks: by request, which of its document tokens are computed again."""
+
+    positions: dict[str, list[int]]
+
+    def aggregate(self, other: KVConnectorWorkerMetadata) -> KVConnectorWorkerMetadata:
+        """All ranks have added up what all of them saw, and say the same."""
+        return self

@@ -21,6 +21,7 @@ from comb_serving.linking.reports import LinkReport, ReportSender
 from comb_serving.vllm.linking.commands import (
     Blocks,
     CaptureCommand,
+    ChosenTokens,
     ComposeCommand,
     LinkingMetadata,
     LoadCommand,
@@ -43,6 +44,9 @@ class SeamJob:
         interiors: with linear layers, whose state can't be ahead of itself: what is put between its seams, by where
             it ends. Each has to be there before the tokens behind it are computed, and so there is one seam in a step.
         beside: its own first step is the one that computes them; else it waits until they are there.
+        looks: where its question begins, which is computed behind `ranges` and looks at the documents first; None
+            where it doesn't, or has.
+        head: tokens of its prompt that were there. looked: that were computed for the look.
         tokens: in `ranges`.
     """
 
@@ -52,6 +56,9 @@ class SeamJob:
     ranges: deque[Range]
     interiors: dict[int, ComposeCommand]
     beside: bool
+    looks: int | None = None
+    head: int = 0
+    looked: int = 0
     tokens: int = field(init=False)
 
     def __post_init__(self) -> None:
@@ -111,10 +118,12 @@ class LinkingConnector(KVConnectorBase_V1, SupportsHMA):
             return 0, False
         left = link.plan.behind(num_computed_tokens)
         # rows of one step see each other's keys and values; a state is there only behind the step that computes it
-        beside = self.room.holds(left.seams) and not self.started.states
+        beside = self.room.holds(left.seams) and not self.started.states and not link.looks
         self._matched[request.request_id] = num_computed_tokens, left, beside
         if num_computed_tokens >= link.plan.query:
             return 0, False
+        if link.looks:  # the question's rows need blocks as well, before its own step
+            return link.length - num_computed_tokens, True
         return link.plan.query - num_computed_tokens, bool(left.seams) and not beside
 
     def update_state_after_alloc(self, request: Any, blocks: Any, num_external_tokens: int) -> None:
@@ -125,7 +134,8 @@ class LinkingConnector(KVConnectorBase_V1, SupportsHMA):
         link, (head, left, beside) = self.links[request.request_id], matched
         loads = left.loads if num_external_tokens else ()
         linked = sum(load.end - load.start for load in loads)
-        if link.method is not None and not request.num_preemptions:
+        looks = link.looks and bool(num_external_tokens)
+        if link.method is not None and not request.num_preemptions and not looks:
             report = LinkReport(head, linked, link.length - head - linked)
             self.reports.send(link.report, report)
         if not num_external_tokens:
@@ -138,12 +148,34 @@ class LinkingConnector(KVConnectorBase_V1, SupportsHMA):
             self._loads.append(LoadCommand(handle, load.offset, load.start, load.end, ids, front))
             if link.method is not None and link.method.states:
                 interiors[load.end] = ComposeCommand(handle, load.end - load.start, ids)
-        if left.seams:
+        if looks:  # the row that ends with the question's last token is told one more, or it would be sampled from
+            tokens, ranges = array("i", [*request.prompt_token_ids, 0]), deque([*left.seams, (left.query, link.length)])
+            job = SeamJob(request, tokens, ids, ranges, interiors, beside, left.query, head)
+            job.looked = job.tokens
+            self.jobs[request.request_id] = job
+        elif left.seams:
             self.jobs[request.request_id] = SeamJob(
                 request, array("i", request.prompt_token_ids), ids, deque(left.seams), interiors, beside
             )
             if beside:
                 self.room.take(left.seams)
+
+    def update_connector_output(self, connector_output: Any) -> None:
+        """Questions have looked: now it is known what their requests wait for."""
+        found = connector_output.kv_connector_worker_meta
+        for name, chosen in found.positions.items() if isinstance(found, ChosenTokens) else ():
+            if (job := self.jobs.get(name)) is None or job.looks is None:  # it has left
+                continue
+            link = self.links[name]
+            link.choose(chosen)
+            left = link.plan.behind(job.head)
+            ranges = [*left.seams, (left.query, link.length - 1)]  # its last token is left for its own step
+            job.looks, job.ranges = None, deque((start, end) for start, end in ranges if start < end)
+            job.tokens = sum(end - start for start, end in job.ranges)
+            linked = sum(load.end - load.start for load in left.loads)
+            if not job.request.num_preemptions:
+                computed = link.length - job.head - linked + job.looked
+                self.reports.send(link.report, LinkReport(job.head, linked, computed))
 
     def chunk(self, name: str, computed: int, count: int) -> int:
         """Of `count` tokens, how many a request may compute in a step: one that captures states stops at both ends.
@@ -209,6 +241,11 @@ class LinkingConnector(KVConnectorBase_V1, SupportsHMA):
         assert isinstance(metadata, LinkingMetadata)
         if self.pool is not None:
             self.pool.after_step(metadata)
+
+    def build_connector_worker_meta(self) -> ChosenTokens | None:
+        """What the questions of the step have chosen."""
+        chosen = {} if self.pool is None else self.pool.chosen()
+        return ChosenTokens(chosen) if chosen else None
 
     def wait_for_layer_load(self, layer_name: str) -> None:
         """All layers were loaded before the step."""

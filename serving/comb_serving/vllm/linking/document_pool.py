@@ -18,6 +18,7 @@ from comb.linktokens.front import FrontKeyValues
 from comb_serving.pool.capability import PoolHandle
 from comb_serving.vllm.linking.cache_access import CacheReader, cached_layers, linear_layers, token_shape, write
 from comb_serving.vllm.linking.commands import Blocks, LinkingMetadata, LoadCommand, SaveCommand
+from comb_serving.vllm.linking.looks import QueryLooks
 from comb_serving.vllm.linking.positions import KeyPositions, find_positions
 from comb_serving.vllm.linking.setup import method_of
 from comb_serving.vllm.linking.states import DocumentStates
@@ -35,6 +36,7 @@ class DocumentPool:
         num_blocks, block_size: blocks of the pool, and tokens in each.
         front_tokens: of an adapter's link tokens, which lie behind the blocks (`put_front`).
         kept: where documents are kept that have left it.
+        questions: whether what questions look at is to be heard.
 
     Attributes:
         rows: [slots, width of all layers], a token's in the order of the layers.
@@ -55,6 +57,7 @@ class DocumentPool:
         device: torch.device,
         front_tokens: int = 0,
         kept: KeptDocuments | None = None,
+        questions: bool = False,
     ) -> None:
         self.layers, self.positions, self.states = layers, positions, states
         self.num_blocks, self.block_size, self.device = num_blocks, block_size, device
@@ -69,7 +72,8 @@ class DocumentPool:
                 f"no room for a pool of {num_blocks} blocks of {block_size} tokens on {device}: make "
                 f"--comb-pool-bytes smaller ({error})"
             ) from error
-        self.kept = kept
+        self.kept, self.questions = kept, questions
+        self.looks: QueryLooks | None = None
         self._places: dict[str, tuple[int, int]] = {}  # of each layer: its cache group, and tokens in a block of it
         self._readers: dict[int, CacheReader] = {}  # by tokens in a block
 
@@ -95,6 +99,7 @@ class DocumentPool:
         pool = cls(
             layers, positions, states,
             num_blocks=blocks, block_size=block_size, dtype=dtype, device=device, front_tokens=front_tokens,
+            questions=method_of(vllm_config).rule.by_query,
         )  # fmt: skip
         if pool.state_rows >= blocks * block_size:
             raise ValueError(
@@ -156,6 +161,8 @@ class DocumentPool:
             self._readers[size].read(layer, torch.zeros(1, dtype=torch.long, device=self.device))
         if self.states is not None:
             self.states.attach(numbers)
+        if self.questions:
+            self.looks = QueryLooks(self.layers, self._cache_slots, self._cached_keys)
 
     def close(self) -> None:
         """Documents on their way to the disk get there."""
@@ -164,6 +171,8 @@ class DocumentPool:
             self.kept = None
         if self.states is not None:
             self.states.close()
+        if self.looks is not None:
+            self.looks.close()
 
     @torch.inference_mode()
     def before_step(self, metadata: LinkingMetadata) -> None:
@@ -174,6 +183,8 @@ class DocumentPool:
             for compose in metadata.composes:
                 self.states.compose(compose, self._read_states(compose.handle))
             self.states.listen(metadata.captures)
+        if self.looks is not None:
+            self.looks.listen(metadata.looks, metadata.looking)
 
     @torch.inference_mode()
     def after_step(self, metadata: LinkingMetadata) -> None:
@@ -185,6 +196,11 @@ class DocumentPool:
             self._write_states(capture.handle, memory)
         for save in metadata.saves:
             self.save(save)
+
+    @torch.inference_mode()
+    def chosen(self) -> dict[str, list[int]]:
+        """What the questions of the step have chosen, by request."""
+        return {} if self.looks is None else self.looks.chosen()
 
     def save(self, command: SaveCommand) -> None:
         """Copies a compiled document out of vLLM's cache."""
@@ -232,6 +248,11 @@ class DocumentPool:
             parts = shape.split(self.rows[:, self.columns[name]].index_select(0, source))  # rows at once, not numbers
             turn.apply(parts[shape.rotated], self.positions.layers[name])
             write(layer, parts[0], parts[1], targets[place])
+
+    def _cached_keys(self, name: str, slots: Tensor) -> Tensor:
+        """In vLLM's cache [T, heads, dim]."""
+        layer, shape = self.layers[name], token_shape(self.layers[name])
+        return shape.split(self._readers[self._places[name][1]].read(layer, slots))[shape.rotated]
 
     def _read_states(self, handle: PoolHandle) -> Tensor:
         """A copy of a document's bytes behind its tokens."""

@@ -21,6 +21,7 @@ class RequestLink:
     """The documents of one request.
 
     Args:
+        name: of the request in the engine.
         report: name of its report to the front.
         method: None for a request that compiles the one document that its prompt is.
         spans: where its documents are in the prompt, (start, tokens).
@@ -31,8 +32,10 @@ class RequestLink:
         found: whether the documents are segments that nobody has marked.
         interior: of that document in its prompt, whose states are to be captured; None where there are none.
         exact: tokens of its prompt that the prefix cache had when it came.
+        chosen: document tokens to be computed again, as the question's look has said; None before that.
     """
 
+    name: str
     report: str
     method: LinkMethod | None
     spans: tuple[tuple[int, int], ...]
@@ -43,6 +46,7 @@ class RequestLink:
     found: bool = False
     interior: Range | None = None
     exact: int = 0
+    chosen: list[int] | None = None
 
     def go_behind(self, exact: int) -> None:
         """Leaves the first tokens, which the prefix cache has as plain prompts left them, to it.
@@ -51,8 +55,18 @@ class RequestLink:
         """
         kept = [(span, handle) for span, handle in zip(self.spans, self.handles, strict=True) if span[0] >= exact]
         self.spans, self.handles = tuple(span for span, _ in kept), [handle for _, handle in kept]
-        assert self.method is not None
-        self.plan = self.layout.plan(self.method, self.length, self.spans).behind(exact)
+        self.exact = exact
+        self.__dict__.pop("plan", None)
+
+    def choose(self, chosen: list[int]) -> None:
+        """The question has looked."""
+        self.chosen = chosen
+        self.__dict__.pop("plan", None)
+
+    @property
+    def looks(self) -> bool:
+        """Whether the question has still to look at the documents before anybody knows what is computed again."""
+        return self.chosen is None and self.method is not None and self.method.recomputed(self.spans) is None
 
     @property
     def sources(self) -> list[PoolHandle]:
@@ -61,11 +75,12 @@ class RequestLink:
 
     @cached_property
     def plan(self) -> LinkPlan:
-        """Of the whole prompt."""
+        """Of the whole prompt, for found segments of what is behind `exact`; while it `looks`, nothing is chosen."""
         if self.method is None:  # what it is compiled behind is computed with it, unless it is given
             front = len(self.layout.front) if self.layout.given else 0
             return LinkPlan((LoadedRange(0, front, 0, 0),) if front else (), (), front)
-        return self.layout.plan(self.method, self.length, self.spans)
+        whole = self.layout.plan(self.method, self.length, self.spans, self.chosen or ())
+        return whole.behind(self.exact) if self.found else whole
 
     @cached_property
     def _ends(self) -> list[int]:
@@ -79,6 +94,8 @@ class RequestLink:
         """
         if self.method is None:
             return ()
+        if self.method.rule.by_query:  # what is computed again depends on the question behind: nobody else's
+            return ("comb", self.name) if self.spans and end > self.spans[0][0] else ()
         behind = self.plan.loads[bisect_right(self._ends, start) :]
         touched = [
             (max(load.start, start) - start, min(load.end, end) - start, load.offset + max(0, start - load.start))
@@ -112,9 +129,14 @@ def link_of(request: Any, layout: LinkingLayout, started: LinkMethod) -> Request
     if [handle.tokens for handle in handles] != [tokens for _, tokens in spans]:
         raise ValueError(f"{len(handles)} documents of {sum(h.tokens for h in handles)} tokens don't fit {spans}")
     method = None if capability.method == COMPILE else LinkMethod.parse(capability.method)
+    if method is not None and method.rule.by_query and not started.rule.by_query:
+        raise ValueError(f"{method.name} has to see what questions look at, which {started.name} doesn't")
     if method is not None and method.compiled != started.compiled:
         raise ValueError(f"documents here are compiled for {started.name}, and not for {method.name}")
-    link = RequestLink(name_of(token), method, spans, handles, len(prompt), layout, capability.salt, capability.found)
+    link = RequestLink(
+        request.request_id, name_of(token), method, spans, handles, len(prompt), layout, capability.salt,
+        capability.found,
+    )  # fmt: skip
     if method is None:
         if len(spans) != 1 or sum(spans[0]) != link.length:
             raise ValueError("a document is compiled at the end of its own prompt")

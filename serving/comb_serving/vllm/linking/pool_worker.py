@@ -17,6 +17,7 @@ from comb_serving.linking.layout import LinkingLayout
 from comb_serving.pool.capability import PoolHandle
 from comb_serving.vllm.decoder_pool import total_bytes
 from comb_serving.vllm.fixed_weights import FixedWeights
+from comb_serving.vllm.gpu_worker import without_full_v1, without_full_v2
 from comb_serving.vllm.linking.connector import LinkingConnector
 from comb_serving.vllm.linking.document_pool import DocumentPool
 from comb_serving.vllm.linking.setup import (
@@ -37,6 +38,7 @@ class PoolWorker(FixedWeights):
     model_runner: Any
     vllm_config: Any
     comb_pool: DocumentPool
+    comb_looks = False  # whether a question's look is in the step
 
     def load_model(self, **options: Any) -> None:
         """Loads the model, then makes this rank's pool, so that memory profiling sees it."""
@@ -97,6 +99,20 @@ class PoolWorker(FixedWeights):
         assert isinstance(connector, LinkingConnector)
         self.comb_pool.attach(kv_cache_config.kv_cache_groups)
         connector.pool = self.comb_pool
+
+    def execute_model(self, scheduler_output: Any) -> Any:
+        """A step of vLLM's; what questions look at can't be heard in one that is replayed as one graph."""
+        self.comb_looks = bool(getattr(scheduler_output.kv_connector_metadata, "looks", ()))
+        return super().execute_model(scheduler_output)  # type: ignore[misc]
+
+    def compile_or_warm_up_model(self) -> Any:
+        """As vLLM's, which makes its graphs here."""
+        times = super().compile_or_warm_up_model()  # type: ignore[misc]
+        if (manager := getattr(self.model_runner, "cudagraph_manager", None)) is not None:
+            without_full_v2(manager, lambda: self.comb_looks)
+        elif (dispatcher := getattr(self.model_runner, "cudagraph_dispatcher", None)) is not None:
+            without_full_v1(dispatcher, lambda: self.comb_looks)
+        return times
 
     def comb_fetch(self, key: str, tokens: int, blocks: list[int]) -> str | None:
         """Asked by the front: the tier from which a document has come into the pool; None if it must be compiled."""

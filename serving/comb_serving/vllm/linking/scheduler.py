@@ -17,6 +17,7 @@ from vllm.sampling_params import SamplingParams
 from vllm.v1.core.sched.output import NewRequestData, SchedulerOutput
 from vllm.v1.core.sched.scheduler import Scheduler
 
+from comb_serving.vllm.linking.commands import LookCommand
 from comb_serving.vllm.linking.connector import LinkingConnector, SeamJob, SeamRoom
 from comb_serving.vllm.scheduler import CheckedScheduler, mixed_into_vllms
 
@@ -66,6 +67,9 @@ class LinkingScheduler(CheckedScheduler):
             self.max_num_scheduled_tokens, self.max_num_active_reqs = limit, active
             self.connector.room = SeamRoom()
         self._add_seams(output, limit - output.total_num_scheduled_tokens)
+        if output.kv_connector_metadata.looks:
+            looking = (name for name, job in self.connector.jobs.items() if job.looks is not None)
+            output.kv_connector_metadata.looking = tuple(looking)
         if output.kv_connector_metadata.before_step:
             output.has_sync_kv_loads = True  # for requests that wait for seams too
         return output
@@ -77,7 +81,7 @@ class LinkingScheduler(CheckedScheduler):
             return room
         for request in self.waiting:
             link = self.connector.links.get(request.request_id)
-            seams = () if link is None or link.method is None else link.plan.behind(link.exact).seams
+            seams = () if link is None or link.method is None or link.looks else link.plan.behind(link.exact).seams
             more = sum(end - start for start, end in seams)
             if room.tokens + more > tokens or (rows := rows - 1 - len(seams)) < 0:
                 break
@@ -107,15 +111,24 @@ class LinkingScheduler(CheckedScheduler):
                 tokens, rows, job.tokens = tokens - count, rows - 1, job.tokens - count
                 if start + count < end:
                     job.ranges.appendleft((start + count, end))
+                if job.looks is not None and start >= job.looks:
+                    output.kv_connector_metadata.looks.append(self._look(name, job, start, start + count))
                 if job.interiors:
                     break
             assert not (job.ranges and job.beside), f"{name} would be answered without its seams"
-            if not job.ranges:
+            if not job.ranges and job.looks is None:
                 if job.interiors:  # it comes before the request's own first step
                     (self.connector.behind_seams[name],) = job.interiors.values()
                 del self.connector.jobs[name]
                 if not job.beside:
                     self.finished_recving_kv_req_ids.add(name)  # its own first step comes behind this one
+
+    def _look(self, name: str, job: SeamJob, start: int, end: int) -> LookCommand:
+        link = self.connector.links[name]
+        assert link.method is not None
+        return LookCommand(
+            name, start, end, job.blocks, link.length, link.spans, link.method.name, last=end == link.length
+        )
 
     def _row(self, job: SeamJob, start: int, end: int) -> NewRequestData:
         tokens: Any = job.token_ids[: end + 1]
