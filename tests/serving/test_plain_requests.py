@@ -121,6 +121,7 @@ async def test_a_request_chooses_among_methods_that_share_documents() -> None:
         (server, {"method": "legolink-0"}, "ask for naive, legolink:k or full"),
         (behind, {"method": "naive"}, "ask for legolink-0 or full"),
         (server, {"method": "cacheblend"}, "vLLM links documents with"),
+        (server, {"method": "focus:0.1"}, "start the server with --method focus:0.1"),
         (server, {"method": "nonsense"}, "unknown method"),
         (server, {"method": 4}, "expected"),
         (server, {"method": "naive", "more": 1}, "expected"),
