@@ -66,7 +66,8 @@ class RequestLink:
     @property
     def looks(self) -> bool:
         """Whether the question has still to look at the documents before anybody knows what is computed again."""
-        return self.chosen is None and self.method is not None and self.method.recomputed(self.spans) is None
+        asks = self.method is not None and self.method.rule.by_query and self.chosen is None
+        return asks and self.method.recomputed(self.spans) is None
 
     @property
     def sources(self) -> list[PoolHandle]:
