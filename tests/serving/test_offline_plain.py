@@ -15,7 +15,7 @@ from tests.helpers.plain import PlainLibrary
 LLM: Any = pytest.importorskip("comb_serving.offline", reason="needs vllm", exc_type=ImportError).LLM
 pytestmark = [pytest.mark.vllm, pytest.mark.usefixtures("plugin")]
 
-METHOD = "legolink:4"
+METHOD = "focus:0.3"
 QUESTION = [{"role": "user", "content": "Where is Ada?"}]
 TEXTS = ["Ada went to the garden.", "Bob is in the kitchen.", "Then Ada took the red ball."]
 LISTS = [TEXTS, TEXTS[::-1], TEXTS[:1], []]
@@ -48,7 +48,7 @@ def states(answer: Any) -> list[str]:
     return [document["state"] for document in answer.comb["documents"]]
 
 
-@pytest.mark.parametrize("method", [None, "naive", "full"])
+@pytest.mark.parametrize("method", [None, "legolink:4", "naive", "full"])
 def test_answers_are_the_librarys(llm: LLM, library: PlainLibrary, method: str | None) -> None:
     for answer, texts in zip(ask(llm, LISTS, method=method), LISTS, strict=True):
         used = method or METHOD if texts else "full"
