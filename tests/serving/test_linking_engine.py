@@ -154,6 +154,28 @@ def test_what_is_computed_is_never_found_where_it_is_loaded(linked: LinkedEngine
             assert largest_difference(found, linked.reference(longer, method)) < EXACT, (names, method)
 
 
+def test_a_prefix_that_is_gone_before_its_request_begins_is_computed(linked: LinkedEngine) -> None:
+    """Of found segments: which of them are linked was settled by what the cache had when it came."""
+    prompt, rule = LinkedPrompt("AC", head=tuple(range(40, 80))), linked.behind("legolink:4")
+    from vllm.distributed.kv_transfer import get_kv_transfer_group
+
+    driver, expected = linked.llm.llm_engine, linked.reference(prompt, rule)
+    for evicted in (False, True):
+        linked.llm.reset_prefix_cache()
+        linked.ask([(LinkedPrompt("", head=prompt.head), "full")])  # one block of it
+        driver.add_request("found", *linked.request(prompt, rule, found=True))
+        if evicted:
+            assert linked.llm.reset_prefix_cache()
+            pool = get_kv_transfer_group().pool
+            for layer in pool.layers.values():  # the blocks that it gets have held something else
+                layer.kv_cache.fill_(3.0)
+        outputs = []
+        while driver.has_unfinished_requests():
+            outputs += driver.step()
+        assert largest_difference(answer(outputs[-1]), expected) < EXACT
+        check_nothing_is_left(linked.scheduler)
+
+
 def test_who_wants_all_of_a_prompt_computed_gets_no_linked_answer(linked: LinkedEngine) -> None:
     """vLLM loads nothing then: what would be computed must not lie under the hashes of what is loaded."""
     expected = linked.reference(PROMPTS[0], linked.behind("naive"))

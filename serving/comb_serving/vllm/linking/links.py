@@ -55,8 +55,7 @@ class RequestLink:
         """
         kept = [(span, handle) for span, handle in zip(self.spans, self.handles, strict=True) if span[0] >= exact]
         self.spans, self.handles = tuple(span for span, _ in kept), [handle for _, handle in kept]
-        self.exact = exact
-        self.__dict__.pop("plan", None)
+        self.__dict__.pop("plan", None)  # of all of the prompt still: what the cache has may be gone before it begins
 
     def choose(self, chosen: list[int]) -> None:
         """The question has looked."""
@@ -66,8 +65,9 @@ class RequestLink:
     @property
     def looks(self) -> bool:
         """Whether the question has still to look at the documents before anybody knows what is computed again."""
-        asks = self.method is not None and self.method.rule.by_query and self.chosen is None
-        return asks and self.method.recomputed(self.spans) is None
+        if self.chosen is not None or self.method is None or not self.method.rule.by_query:
+            return False
+        return self.method.recomputed(self.spans) is None
 
     @property
     def sources(self) -> list[PoolHandle]:
@@ -76,12 +76,11 @@ class RequestLink:
 
     @cached_property
     def plan(self) -> LinkPlan:
-        """Of the whole prompt, for found segments of what is behind `exact`; while it `looks`, nothing is chosen."""
+        """Of the whole prompt; while it `looks`, nothing is chosen."""
         if self.method is None:  # what it is compiled behind is computed with it, unless it is given
             front = len(self.layout.front) if self.layout.given else 0
             return LinkPlan((LoadedRange(0, front, 0, 0),) if front else (), (), front)
-        whole = self.layout.plan(self.method, self.length, self.spans, self.chosen or ())
-        return whole.behind(self.exact) if self.found else whole
+        return self.layout.plan(self.method, self.length, self.spans, self.chosen or ())
 
     @cached_property
     def _ends(self) -> list[int]:
