@@ -96,7 +96,7 @@ class LinkMethod:
             return cls(f"{name}:{width}{behind}", front, seam=width)
         if not issubclass(kind, Linked) or kind.rule.looks or given.keys() - kind.rule.defaults.keys():
             looking = (
-                f"{name} looks into the cache before it chooses, and " if getattr(kind, "rule", NOTHING).looks else ""
+                f"{name} looks into the prompt before it chooses, and " if getattr(kind, "rule", NOTHING).looks else ""
             )
             raise ValueError(
                 f"{looking}vLLM links documents with {', '.join(servable())}, behind front=prose, {DUMMIES}:n or an "
