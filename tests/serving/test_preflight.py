@@ -154,7 +154,7 @@ def test_plain_models_say_how_they_link(
         (
             "nano",
             ["--method", "cacheblend"],
-            "cacheblend looks into the prompt before it chooses, and vLLM links documents with attnlink:k, focus:ratio, ",
+            "cacheblend looks into the prompt before it chooses, and vLLM links documents with attnlink:k, focus:r",
         ),
         ("nano", ["--method", "legolink:-1"], "at least 0"),
         ("nano", ["--method", "naive", "--encoder", "off"], "--encoder is for adapters"),
