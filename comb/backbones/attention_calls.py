@@ -63,15 +63,21 @@ class AttentionCall:
         """Of the queries from place `first` on, by groups: [B, G, H / G, N - first, L] float32, -inf where the mask
         hides a key; without a mask they see all keys up to their own. What a model adds (soft caps, sinks) isn't in it.
         """
-        query = self.query[:, :, first:].unflatten(1, (self.keys.shape[1], -1)).float()
-        scores: Tensor = query @ self.keys[:, :, None].float().transpose(-1, -2) * self.scale
-        if self.mask is None:
-            rows, keys = scores.shape[-2:]
-            causal = torch.ones(rows, keys, dtype=torch.bool, device=scores.device).tril(keys - rows)
-            return scores.masked_fill(~causal, -math.inf)
-        # one for all heads, or one for each (Doge)
-        mask = self.mask[:, :, first:].unflatten(1, (scores.shape[1], -1) if self.mask.shape[1] > 1 else (1, 1))
-        return scores.masked_fill(~mask, -math.inf) if mask.dtype == torch.bool else scores + mask
+        mask = None if self.mask is None else self.mask[:, :, first:]
+        return grouped_scores(self.query[:, :, first:], self.keys, self.scale, mask)
+
+
+def grouped_scores(query: Tensor, keys: Tensor, scale: float, mask: Tensor | None = None) -> Tensor:
+    """Of queries [B, H, N, D] and keys [B, G, L, D]: [B, G, H / G, N, L] float32; `mask` is `AttentionCall`'s."""
+    groups = keys.shape[1]
+    scores: Tensor = query.unflatten(1, (groups, -1)).float() @ keys[:, :, None].float().transpose(-1, -2) * scale
+    if mask is None:
+        rows, columns = scores.shape[-2:]
+        causal = torch.ones(rows, columns, dtype=torch.bool, device=scores.device).tril(columns - rows)
+        return scores.masked_fill(~causal, -math.inf)
+    # one for all heads, or one for each (Doge)
+    mask = mask.unflatten(1, (groups, -1) if mask.shape[1] > 1 else (1, 1))
+    return scores.masked_fill(~mask, -math.inf) if mask.dtype == torch.bool else scores + mask
 
 
 class AttentionHandler(Protocol):

@@ -172,7 +172,7 @@ class _Trial:
         if not method.front.token_ids and method.rotate:
             checks.append(self._close("one document == full", self._alone(method).logits, self.reference_alone))
         # what looks chooses may depend on all tokens
-        checks.append(self._no_future(whole if not method.rule.from_places else method))
+        checks.append(self._no_future(method if method.rule.from_places else whole))
         checks.append(self._pure(method))
         if name == "naive" and (limit := method.support.positions.limit) is not None:
             checks.append(self._moved_beyond(method, limit))

@@ -10,7 +10,6 @@ way. Seen in vLLM 0.32:
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Collection, Mapping, Sequence
 from functools import partial
 from typing import Any
@@ -21,6 +20,7 @@ from vllm.distributed import tensor_model_parallel_all_reduce
 from vllm.forward_context import get_forward_context
 from vllm.model_executor.layers.attention.attention import Attention
 
+from comb.backbones.attention_calls import grouped_scores
 from comb_serving.linking.methods import LinkMethod
 from comb_serving.vllm.linking.commands import Blocks, LookCommand
 
@@ -119,15 +119,10 @@ def attention_paid(query: Tensor, keys: Tensor, start: int, scale: float, window
         query: [S, H, D], at positions from `start` on. keys: [K, G, D], at positions from 0 on.
         window: tokens that each sees, itself among them; None: all up to itself.
     """
-    places = torch.arange(len(keys), device=keys.device)
-    keys, paid = keys.float().transpose(0, 1), torch.zeros(len(keys), device=keys.device)  # [G, K, D]
-    portion = max(1, _SCORES // (query.shape[1] * len(places)))
-    for first, rows in zip(range(0, len(query), portion), query.split(portion), strict=True):
-        own = torch.arange(start + first, start + first + len(rows), device=keys.device)[:, None]
-        hidden = places > own
-        if window is not None:
-            hidden |= places <= own - window
-        grouped = rows.float().unflatten(1, (len(keys), -1)).permute(1, 2, 0, 3)  # [G, H / G, S, D]
-        scores = grouped @ keys[:, None].transpose(-1, -2) * scale
-        paid += scores.masked_fill(hidden, -math.inf).softmax(-1).sum(dim=(0, 1, 2))
+    paid, places = torch.zeros(len(keys), device=keys.device), torch.arange(len(keys), device=keys.device)
+    keys = keys.float().transpose(0, 1)[None]
+    for part in places[start:].split(max(1, _SCORES // (query.shape[1] * len(places)))):  # the question's own places
+        own, rows = part[:, None], query[part - start].transpose(0, 1)[None]
+        seen = places <= own if window is None else (places <= own) & (places > own - window)
+        paid += grouped_scores(rows, keys, scale, seen[None, None]).softmax(-1).sum(dim=(0, 1, 2, 3))
     return paid

@@ -108,6 +108,8 @@ class PoolWorker(FixedWeights):
     def compile_or_warm_up_model(self) -> Any:
         """As vLLM's, which makes its graphs here."""
         times = super().compile_or_warm_up_model()  # type: ignore[misc]
+        if not self.comb_pool.questions:
+            return times
         if (manager := getattr(self.model_runner, "cudagraph_manager", None)) is not None:
             without_full_v2(manager, lambda: self.comb_looks)
         elif (dispatcher := getattr(self.model_runner, "cudagraph_dispatcher", None)) is not None:
