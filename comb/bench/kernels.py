@@ -35,11 +35,15 @@ def tables(rows: Sequence[Row]) -> list[TextTable]:
     def us(timing: Timing) -> str:
         return f"{1e6 * timing.median:.0f}"
 
+    def rate(bytes_per_s: float) -> str:
+        return f"{bytes_per_s / 1e9:.4g}"
+
     case = Column("case", "case", names=True)
     times = (
         case, Column("kernel us", "kernel_s", us), Column("rival us", "rival_s", us),
         Column("rival/kernel", "speedup", fixed(2)),
-        Column("GB/s", "bytes_per_s", lambda rate: f"{rate / 1e9:.4g}", "keys and values that it must read, each once"),
+        Column("GB/s", "bytes_per_s", rate, "keys and values that it must read, each once"),
+        Column("rival GB/s", "rival_bytes_per_s", rate),
     )  # fmt: skip
     errors = {"error": "kernel", "rival_error": "rival", "bound": "bound", "least_wrong": "a wrong one, at least"}
     checks = (case, *(Column(title, name, "{:.2g}".format) for name, title in errors.items()))

@@ -97,11 +97,11 @@ class RandomModelOptions(ModelOptions):
         from comb.bench.work.random_prompts import random_model
 
         dtype, device = self.place()
-        made = random_model(
+        return random_model(
             layers=self.layers, hidden=self.hidden, heads=self.heads, kv_heads=self.kv_heads, vocab=self.vocab,
             positions=max(positions, LEAST_POSITIONS), hybrid=self.model == "random-hybrid", seed=self.seed,
+            dtype=dtype, device=device,
         )  # fmt: skip
-        return made.to(device=device, dtype=dtype)
 
 
 @dataclass(frozen=True)

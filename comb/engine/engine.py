@@ -16,7 +16,6 @@ from comb import methods
 from comb.backbones.exclusive import backbone_of
 from comb.backbones.identity import forget_identity, one_walk
 from comb.backbones.loading import HUB_ARGUMENTS, load_model
-from comb.backbones.sdpa import choose_attention
 from comb.backbones.tokenizer import load_tokenizer
 from comb.cache.store import PICacheStore, StoreFullError
 from comb.documents import splitting
@@ -93,7 +92,6 @@ class PICEngine(AnswerSteps):
         if not isinstance(model, nn.Module):
             raise ValueError(f"model is a loaded one: PICEngine.from_pretrained({model!r}, ...) loads it by its name")
         store = default_store(model) if store is None else store
-        choose_attention(backbone_of(model).get_input_embeddings().weight.device)
         super().__init__(
             model,
             tokenizer,

@@ -19,6 +19,7 @@ from comb.backbones.exclusive import backbone_of, exclusive
 from comb.backbones.forward import cache_argument, takes_positions
 from comb.backbones.identity import notice_rows
 from comb.backbones.rotary import drops_cache, length_limit, prompt_limit, settle
+from comb.backbones.sdpa import choose_attention
 from comb.backbones.state_cache import StateCache, generating_behind
 from comb.backbones.whole import CheckedLogits, check_logits
 from comb.cache.picache import PICache, content_key
@@ -322,6 +323,7 @@ class Method(ABC):
                 f"it takes: {', '.join(self.parameter_names()) or 'none'}"
             )
         self.model = model
+        choose_attention(backbone_of(model).device)
 
     @classmethod
     def parameter_names(cls) -> list[str]:

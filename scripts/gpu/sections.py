@@ -18,19 +18,20 @@ from dataclasses import asdict
 from functools import partial
 from itertools import product
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import torch
 import typer
 from torch import Tensor
 
-from comb import CombForCausalLM, methods
-from comb.backbones.exclusive import backbone_of
 from comb.bench.harness import in_turns, ratios
-from comb.bench.work.random_prompts import RandomPrompt, random_model, synchronize, vocabulary
 from comb.cache.transfer import moved
 from comb.evaluation.table import Timing
-from comb.methods.base import DecodeState
+
+# the writers of `ipc` start by importing this file: transformers, which takes seconds, is imported where it is needed
+if TYPE_CHECKING:
+    from comb import CombForCausalLM
+    from comb.methods.base import DecodeState
 
 Section = dict[str, Any]
 SHORT = 2  # tokens of the answer whose time is taken off
@@ -85,12 +86,15 @@ def tiers(device: torch.device, *, tiny: bool) -> Section:
 
 def decode(device: torch.device, *, tiny: bool) -> Section:
     """A row for each method; a token's time is what a longer answer takes beyond a short one."""
+    from comb import CombForCausalLM, methods
+    from comb.bench.work.random_prompts import RandomPrompt, random_model, vocabulary
+
     sizes = {"layers": 2, "hidden": 64, "heads": 4, "kv_heads": 2, "vocab": 512}
     tokens, segment, count, repeats, dtype = 64, 16, 2, 1, torch.float32
     if not tiny:
         sizes = {"layers": 36, "hidden": 4096, "heads": 32, "kv_heads": 8, "vocab": 151_936}
         tokens, segment, count, repeats, dtype = 8192, 512, 16, 3, torch.bfloat16
-    model = random_model(**sizes, positions=tokens + 128).to(device=device, dtype=dtype)
+    model = random_model(**sizes, positions=tokens + 128, dtype=dtype, device=device)
     trained = CombForCausalLM.from_backbone(model)
     prompt = RandomPrompt.random(vocabulary(model), tokens, segment, 32)
     states: dict[str, DecodeState] = {}
@@ -109,6 +113,10 @@ def decode(device: torch.device, *, tiny: bool) -> Section:
 @torch.no_grad()
 def off_is_plain(model: CombForCausalLM) -> bool:
     """Whether logits and an answer without documents are the backbone's to the bit, after documents were read."""
+    from comb import methods
+    from comb.backbones.exclusive import backbone_of
+    from comb.bench.work.random_prompts import RandomPrompt, vocabulary
+
     backbone = backbone_of(model)
     prompt = RandomPrompt.random(vocabulary(backbone), 64, 32, 32)
     ids = torch.tensor([prompt.query], device=backbone.device)
@@ -136,6 +144,7 @@ def token_seconds(state: DecodeState, tokens: int) -> float:
 
 def seconds_of(call: Callable[[], object], device: torch.device) -> float:
     """Of one call, what it has launched included."""
+    synchronize = torch.cuda.synchronize if device.type == "cuda" else lambda _: None
     synchronize(device)
     start = time.perf_counter()
     call()

@@ -17,7 +17,7 @@ pytestmark = pytest.mark.skipif(find_spec("triton") is None, reason="triton is n
 @pytest.mark.parametrize(
     ("program", "kernels"),
     [
-        ("compiled_mac_kernels.py", ["ranges"]),
+        ("compiled_mac_kernels.py", ["match", "ranges", "complete"]),
         ("compiled_paged_kernels.py", ["paged", "paged_merge"]),
     ],
 )

@@ -237,15 +237,15 @@ def test_chain_and_drift_add_up() -> None:
     decode.queries[:] = decode.queries[:, :, :1] + 0.01 * noise(1, 2, 60, 8, seed=9)
     decode.fill(40)
     first = decode.step(40)
-    assert bool((first.rows.chain == 1).all())
-    assert error(first.rows.drift[:, 0], first.match.distance) < 1e-6
+    assert bool((decode.rows.chain == 1).all())
+    assert error(decode.rows.drift[:, 0], first.match.distance) < 1e-6
     before = decode.state.drift.clone(), decode.state.chain.clone()
     second = decode.step(41)
     slot = second.match.slot[0, 0]
-    assert float(second.rows.drift[0, 0, 0]) == pytest.approx(
+    assert float(decode.rows.drift[0, 0, 0]) == pytest.approx(
         float(before[0][0, slot, 0] + second.match.distance[0, 0]), rel=1e-5
     )
-    assert int(second.rows.chain[0, 0, 0]) == int(before[1][0, slot, 0]) + 1
+    assert int(decode.rows.chain[0, 0, 0]) == int(before[1][0, slot, 0]) + 1
 
 
 def test_caps_bound_the_error_of_a_drifting_stream() -> None:
@@ -315,8 +315,8 @@ def test_the_step_equals_its_plain_twin(config: MacConfig, sink: int) -> None:
         done = decode.step(m)
         hits += int(done.match.hit.sum())
         assert error(done.output, plain[0]) < 1e-12
-        assert error(done.rows.o[:, 0], plain[1]) < 1e-12
-        assert torch.allclose(done.rows.lse[:, 0], plain[2], atol=1e-12)
+        assert error(decode.rows.o[:, 0], plain[1]) < 1e-12
+        assert torch.allclose(decode.rows.lse[:, 0], plain[2], atol=1e-12)
         assert torch.equal(done.keys_read, plain[3])
         worst = plain[3].unflatten(1, (2, 2)).amax(-1)
         assert torch.equal(done.group_keys_read, worst)

@@ -8,7 +8,9 @@ from collections.abc import Iterator
 import pytest
 import torch
 
+from comb import methods
 from comb.backbones import sdpa
+from tests.helpers.byte_text import byte_llama
 
 
 class Kernels:
@@ -57,3 +59,10 @@ def test_it_stays_where_it_is_not_what_is_slow(caplog: pytest.LogCaptureFixture)
         assert not choose(Kernels(0.03, 0.0, on=False), "cuda:2")
         assert choose(Kernels(0.03, 0.0), "cpu")
     assert not caplog.text
+
+
+def test_methods_choose_before_they_compute(monkeypatch: pytest.MonkeyPatch) -> None:
+    chosen: list[torch.device] = []
+    monkeypatch.setattr("comb.methods.base.choose_attention", chosen.append)
+    methods.create("full", byte_llama())
+    assert chosen == [torch.device("cpu")]

@@ -20,7 +20,9 @@ from triton.runtime.driver import driver
 from triton.runtime.jit import JITFunction
 
 from comb.kernels.launch import Launch
-from comb.kernels.mac.kernel import attend_ranges
+from comb.kernels.mac.kernel import fused_step
+from comb.kernels.mac.mac_config import MacConfig
+from comb.kernels.mac.state import MacState
 
 
 class NoDevice:
@@ -77,8 +79,9 @@ def buffers(kernel: Any, width: int, keys: int) -> list[int]:
 def launched(dtype: torch.dtype, *, shared: int, width: int, value_width: int, launch: Launch) -> None:
     query = torch.zeros(2, 2 * shared, width, dtype=dtype)
     keys, values = (torch.zeros(2, 2, 64, channels, dtype=dtype) for channels in (width, value_width))
-    bounds = torch.zeros(3, 2, 2 * shared, dtype=torch.long)
-    attend_ranges(query, keys, values, bounds, bounds, 1.0, launch)
+    config = MacConfig(ring_dtype="auto" if dtype == torch.float32 else "bfloat16")
+    state = MacState.empty(2, 2 * shared, width, value_width, config, query)
+    fused_step(state, query, query, keys, values, torch.zeros(2, dtype=torch.long), config, 1.0, launch)
 
 
 if __name__ == "__main__":
@@ -95,11 +98,13 @@ if __name__ == "__main__":
     for number, (name, kernel) in enumerate(compiled):
         assert len(kernel.asm["cubin"]) > 1000, name
         print(name, kernel.metadata.shared, "bytes shared", kernel.metadata.num_warps, "warps")
-        if name == "_ranges_kernel" and number < usual:
-            registers, spilled = resources(kernel)
-            tiles, held = buffers(kernel, 128, some.key_tile), resident(kernel, registers)
-            print("   ", registers, "registers,", spilled, "bytes spilled, tiles", tiles, held, "at once")
-            assert spilled == 0
+        if number >= usual:
+            continue
+        registers, spilled = resources(kernel)
+        tiles, held = buffers(kernel, 128, some.key_tile), resident(kernel, registers)
+        print("   ", registers, "registers,", spilled, "bytes spilled, tiles", tiles, held, "at once")
+        assert spilled == 0
+        if name == "_ranges_kernel":
             assert len(tiles) == 2
             assert min(tiles) >= 2
             assert held >= some.per_processor

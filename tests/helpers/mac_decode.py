@@ -53,8 +53,8 @@ class Decode:
         )  # fmt: skip
 
     def step(self, m: int) -> MacStep:
-        done = step(*self.inputs(m))
-        self.state.write(done.rows)
+        done, self.rows = step(*self.inputs(m))
+        self.state.write(self.rows)
         return done
 
     def exact(self, m: int) -> Tensor:

@@ -76,22 +76,33 @@ CASES = {
 
 @pytest.mark.parametrize(("config", "sizes", "m"), CASES.values(), ids=list(CASES))
 def test_steps_equal_the_plain_ones(config: MacConfig, sizes: dict[str, Any], m: int) -> None:
+    check_step(config, sizes, m)
+
+
+def check_step(config: MacConfig, sizes: dict[str, Any], m: int, decoded: int = 0) -> None:
+    """At position m, behind a prompt and so many decoded tokens."""
     stream = Stream(config, 60, **sizes)
-    stream.fill(m)
+    stream.fill(m - decoded)
+    for one in range(m - decoded, m):
+        stream.step(one)
     bound = EXACT if sizes.get("dtype", torch.float32) == torch.float32 else HALF
-    plain, written = step(*stream.inputs(m)), deepcopy(stream.state)
-    written.write(plain.rows)
+    (plain, rows), written = step(*stream.inputs(m)), deepcopy(stream.state)
+    written.write(rows)
     fast, left = computed_step(*stream.inputs(m))
     assert not left
+    for name in ("keys_read", "group_keys_read", "position"):
+        assert torch.equal(getattr(fast, name), getattr(plain, name)), name
     assert torch.equal(fast.match.pos, plain.match.pos)
-    assert torch.equal(fast.keys_read, plain.keys_read)
+    hit = plain.match.hit
+    assert torch.equal(fast.match.slot[hit], plain.match.slot[hit])
+    # of an equal query nothing but rounding is left
+    assert distance(fast.match.distance, plain.match.distance) < max(bound, 1e-3)
     for name in ("output", "lse", "tail_lse"):
         assert distance(getattr(fast, name), getattr(plain, name)) < bound, name
         assert getattr(fast, name).dtype == getattr(plain, name).dtype
     for name, ring in rings(stream.state).items():
         # the interpreter cuts numbers to bfloat16, torch rounds them
         assert distance(ring, rings(written)[name]) < (bound if config.ring_dtype == "auto" else HALF), name
-    hit = plain.match.hit
     if config is SMALL and m == 50:
         assert 0 < int(hit.sum()) < hit.numel()
 
@@ -125,7 +136,10 @@ def ranges(seed: int = 0) -> tuple[Tensor, ...]:
 
 def check(launch: Launch = TILES, *given: Tensor) -> None:
     given = given or ranges()
-    o, lse = kernel_module.attend_ranges(*given, 0.3, launch)
+    query, keys, values, low, high = given
+    pieces, parts = kernel_module.range_pieces(query, keys, values, low.int(), high.int(), 0.3, launch)
+    lse = torch.logsumexp(parts, dim=0)
+    o = (pieces * torch.exp(parts - torch.where(lse == EMPTY, 0.0, lse))[..., None]).sum(0)
     wanted_o, wanted_lse = attend_ranges(*given, 0.3)
     assert distance(o, wanted_o) < EXACT
     assert distance(lse, wanted_lse) < EXACT
@@ -145,12 +159,13 @@ def test_keys_may_have_any_strides() -> None:
 
 
 def test_launches_are_on_the_device_of_the_query(monkeypatch: pytest.MonkeyPatch) -> None:
-    launches = watch_launches(monkeypatch, (kernel_module, "_ranges_kernel"))
-    given = ranges()
-    kernel_module.attend_ranges(*given, 0.3, TILES)
-    (devices,) = launches.values()
-    assert len(devices) == 1
-    assert devices[0] is given[0]
+    kernels = ("_match_kernel", "_ranges_kernel", "_complete_kernel")
+    launches = watch_launches(monkeypatch, *((kernel_module, name) for name in kernels))
+    stream = Stream(SMALL, 60)
+    stream.fill(50)
+    given = stream.inputs(50)
+    computed_step(*given)
+    assert [devices == [given[2]] for devices in launches.values()] == [True] * 3
 
 
 # --- each of these comparisons can fail -----------------------------------------------------------------------------
@@ -173,8 +188,58 @@ def test_a_wrong_kernel_is_noticed(old: str, new: str, monkeypatch: pytest.Monke
         check()
 
 
-def test_the_right_kernel_passes_what_wrong_ones_do_not() -> None:
+WRONG_STEPS = {
+    "the latest of equal ones": ("match", "pos < oldest", "pos > oldest"),
+    "summaries without a key": ("match", 'tl.where(summary > float("-inf"), squared', "tl.where(slot >= 0, squared"),
+    "any gap": ("match", "tl.maximum(position - reach, 0)", "0"),
+    "any length": ("match", "able &= position >= min_length", "able &= position >= 0"),
+    "any drift": ("match", "squared, float(\"inf\")) if DRIFT", "squared, squared) if DRIFT"),
+    "a chain too long": ("match", "other=0) < max_chain", "other=0) <= max_chain"),
+    "the sink isn't counted": ("match", "tl.where(hit, sink - low, 0)", "tl.where(hit, 0 - low, 0)"),
+    "padding": ("match", "(start + low).to", "(low).to"),
+    "the band in the summary": ("complete", "if one == 0:", "if one == 1:"),
+    "drift forgotten": ("complete", "drift += ", "drift = "),
+    "chains never grow": ("complete", "other=-1) + 1", "other=-1)"),
+    "another head's summary": ("complete", "found_ptr + here), ", "found_ptr + here) * 0, "),
+    "pieces not rescaled": ("complete", "range_o = range_o * shrink", "range_o = range_o"),
+    "half of the pieces": ("complete", "range(0, programs, PIECES)", "range(0, programs // 2, PIECES)"),
+}  # fmt: skip
+CAPPED = replace(SMALL, max_chain=1, max_drift=True, tau=0.5)
+EQUAL = replace(SMALL, tau=0.0), {"alike": 1.0}, 43  # the oldest lies in a slot that shares its lane
+SEEING = [
+    *((*case, 0) for case in (*CASES.values(), EQUAL)),
+    # rings with chains and drift
+    (SMALL, {}, 50, 12), (CAPPED, {"alike": 0.95}, 50, 12), (replace(CAPPED, max_chain=3), {"alike": 0.9}, 50, 12),
+    (replace(CAPPED, max_chain=None), {"alike": 0.9}, 50, 12),
+]  # fmt: skip
+
+
+def small_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
+    """More slots than one turn of the match reads, and more pieces than one of the merge."""
+    monkeypatch.setattr(kernel_module, "SLOTS", 16)
+    monkeypatch.setattr(kernel_module, "PIECES", 2)
+    monkeypatch.setattr(kernel_module, "Launch", lambda: Launch(key_tile=16, programs=16))
+
+
+@pytest.mark.parametrize(("kernel", "old", "new"), WRONG_STEPS.values(), ids=list(WRONG_STEPS))
+def test_a_wrong_step_is_noticed(
+    kernel: str, old: str, new: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Any
+) -> None:
+    small_pieces(monkeypatch)
+    mutate(kernel_module, f"_{kernel}_kernel", old, new, monkeypatch, tmp_path)
+    with pytest.raises(AssertionError):
+        check_all()
+
+
+def check_all() -> None:
+    for case in SEEING:
+        check_step(*case)
+
+
+def test_the_right_kernels_pass_what_wrong_ones_do_not(monkeypatch: pytest.MonkeyPatch) -> None:
     check()
+    small_pieces(monkeypatch)
+    check_all()
 
 
 # --- in transformers ------------------------------------------------------------------------------------------------

@@ -172,6 +172,8 @@ def test_a_run_without_an_evaluation_ends_well(config_for: Callable[..., Any], t
         assert result.exit_code == 0, result.output
         assert ("no evaluation" in result.output) == ("[comb]" not in options[0])
         losses.append(json.loads((tmp_path / "out" / "training.json").read_text())["losses"])
+    with pytest.raises(ValueError, match=r"train\.eval_steps measures held-out examples and eval\.limit=0 takes none"):
+        load_config(path, ["eval.limit=0", "train.eval_steps=1"])
     # what was tried before the training left no trace in it
     assert losses[1:] == losses[:-1]
     result = invoke("eval", str(tmp_path / "out"), "eval.methods=[]")

@@ -44,7 +44,7 @@ class KernelCall:
         wrong: the plain way's answers with a fault, by name.
         error: relative, from the plain way; infinite where another choice was made.
         rival_error: the same of what the rival gives. wrong_rivals: its answers with a fault, by name.
-        bound: of all errors. nbytes: keys and values that the kernel must read, each once.
+        bound: of all errors. nbytes, rival_nbytes: keys and values that either must read, each once.
     """
 
     kernel: Callable[[], object]
@@ -57,6 +57,7 @@ class KernelCall:
     wrong_rivals: Mapping[str, Callable[[], Tensor]]
     bound: float
     nbytes: int
+    rival_nbytes: int
 
     def fault(self) -> tuple[dict[str, float], str]:
         """Errors by what they are of, and what speaks against timing the call; empty if nothing does."""
@@ -114,8 +115,8 @@ class MacCase:
 
         def plain(by: float = scale) -> tuple[MacStep, MacState]:
             written = deepcopy(state)
-            found = step(written, unrotated, query, keys, values, start, config, by)
-            written.write(found.rows)
+            found, rows = step(written, unrotated, query, keys, values, start, config, by)
+            written.write(rows)
             return found, written
 
         def rival(length: int = self.context) -> Tensor:
@@ -165,6 +166,7 @@ class MacCase:
             {"a fourth of the rival's keys left out": partial(rival, self.context * 3 // 4)},
             max(BOUNDS[self.dtype], BOUNDS[torch.bfloat16] if config.ring_dtype != "auto" else 0.0),
             int(wanted.group_keys_read.sum()) * 2 * self.width * keys.itemsize,
+            keys.nbytes + values.nbytes,
         )
 
     def _exact(self, query: Tensor, keys: Tensor, values: Tensor, low: int) -> tuple[Tensor, Tensor]:
@@ -236,7 +238,7 @@ class PagedCase:
         }
         if len(query) > 1:
             wrong["another row's answer"] = lambda: rival().roll(1, 0)
-        return KernelCall(kernel, kernel, rival, error, rival, error, wrong, {}, self.bound, self.nbytes)
+        return KernelCall(kernel, kernel, rival, error, rival, error, wrong, {}, self.bound, self.nbytes, self.nbytes)
 
     @property
     def bound(self) -> float:

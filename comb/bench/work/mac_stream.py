@@ -127,8 +127,10 @@ def run_stream(stream: Stream, config: MacConfig, chunk: int = 1) -> Row:
     read, hits, errors, waiting = [], [], [], []
     for m in range(spec.context, spec.context + spec.steps):
         seen, query = slice(0, m + 1), queries[:, :, m]
-        done = step(state, unrotated[:, :, m], query, keys[:, :, seen], values[:, :, seen], start, config, scale)
-        waiting.append(done.rows)
+        done, entries = step(
+            state, unrotated[:, :, m], query, keys[:, :, seen], values[:, :, seen], start, config, scale
+        )
+        waiting.append(entries)
         if len(waiting) == chunk:
             for rows in waiting:
                 state.write(rows)

@@ -17,12 +17,13 @@ from comb.methods.base import Method
 
 def random_model(
     *, layers: int, hidden: int, heads: int, kv_heads: int, vocab: int, positions: int, hybrid: bool = False,
-    seed: int = 0,
+    seed: int = 0, dtype: torch.dtype = torch.float32, device: torch.device | str = "cpu",
 ) -> Any:  # fmt: skip
-    """A Llama with random weights, the same for the same seed.
+    """A Llama with random weights, the same for the same seed, dtype and kind of device.
 
     Args:
         hybrid: a Qwen3.5 instead, three gated DeltaNet layers to each full one.
+        device: where weights are drawn: those of an 8B model take a CPU core minutes, a GPU less than a second.
 
     Raises:
         ValueError: if the sizes don't go together.
@@ -35,7 +36,7 @@ def random_model(
             "size, and kv_heads must divide heads"
         )
     sizes: dict[str, Any] = {
-        "vocab_size": vocab, "hidden_size": hidden, "intermediate_size": 4 * hidden, "num_hidden_layers": layers,
+        "vocab_size": vocab, "hidden_size": hidden, "intermediate_size": 3 * hidden, "num_hidden_layers": layers,
         "num_attention_heads": heads, "num_key_value_heads": kv_heads, "max_position_embeddings": positions,
         "bos_token_id": 1, "eos_token_id": None, "pad_token_id": 0,
     }  # fmt: skip
@@ -49,9 +50,9 @@ def random_model(
         )  # fmt: skip
     else:
         config = LlamaConfig(**sizes)
-    with torch.random.fork_rng():
+    with torch.random.fork_rng(), torch.device(device):
         torch.manual_seed(seed)
-        return AutoModelForCausalLM.from_config(config).eval()
+        return AutoModelForCausalLM.from_config(config, dtype=dtype).eval()
 
 
 @dataclass(frozen=True)

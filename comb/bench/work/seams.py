@@ -21,7 +21,7 @@ from torch.nn import functional as F
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
 from comb.backbones.attention_calls import AttentionCall
-from comb.backbones.sdpa import seconds_of_lengths
+from comb.backbones.sdpa import choose_attention, seconds_of_lengths
 from comb.bench.harness import BenchmarkReport, or_refused
 from comb.bench.work.kernel_cases import BOUNDS, TILE
 from comb.evaluation.table import Column, Row, TextTable, Timing
@@ -76,7 +76,9 @@ def measure(device: torch.device, report: BenchmarkReport, seconds_of: Clock, *,
     """A row per case, and what a new length costs in decoding."""
     dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
     if device.type == "cuda":
-        report.facts["new_length_s"], report.facts["same_length_s"] = seconds_of_lengths(device)
+        report.facts["planned_length_s"], _ = seconds_of_lengths(device, 2000)  # as torch comes
+        choose_attention(device)
+        report.facts["new_length_s"], report.facts["same_length_s"] = seconds_of_lengths(device, 3000)
     report.heading = f"{HEADS} heads over {GROUPS}, width {WIDTH}, {dtype}"
     for case in _TINY if tiny else CASES:
         row: Row = {"runs": case.runs, "rows": case.runs * case.tokens, "keys": case.keys}

@@ -1,4 +1,4 @@
-"""What reads the keys of a step: the kernel or its plain twin; needs no triton to say no."""
+"""What computes a step: the kernels or their plain twin; needs no triton to say no."""
 
 from __future__ import annotations
 
@@ -9,7 +9,6 @@ from importlib.util import find_spec
 import torch
 from torch import Tensor
 
-from comb.kernels.mac import algebra
 from comb.kernels.mac.mac_config import MacConfig
 from comb.kernels.mac.state import MacState
 from comb.kernels.mac.step import MacStep, step
@@ -47,7 +46,7 @@ def why_too_large(channels: int, heads: int, groups: int) -> str:
 
 
 def why_plain(query: Tensor, keys: Tensor, values: Tensor) -> str:
-    """Why keys are read by the plain twin; empty if the kernel takes these tensors."""
+    """Why a step is left to the plain twin; empty if the kernels take these tensors."""
     if nowhere := why_no_kernels(query.device):
         return nowhere
     if keys.dtype not in KEY_DTYPES or keys.dtype != values.dtype or keys.dtype != query.dtype:
@@ -68,15 +67,15 @@ def computed_step(
     """One step as `comb.kernels.mac.step.step` takes it, its rows put into `state`.
 
     Returns:
-        the step, and why the kernel didn't read the keys; empty where it did or wasn't asked to.
+        the step, and why the kernels didn't compute it; empty where they did or weren't asked to.
     """
-    attended, reason = algebra.attend_ranges, ""
+    reason = ""
     if config.kernels == "triton" or (config.kernels == "auto" and query.is_cuda):
         reason = why_plain(query, keys, values)
         if not reason:
-            from comb.kernels.mac import kernel
+            from comb.kernels.mac.kernel import fused_step
 
-            attended = kernel.attend_ranges
-    done = step(state, unrotated, query, keys, values, start, config, scale, attended)
-    state.write(done.rows)
+            return fused_step(state, unrotated, query, keys, values, start, config, scale), ""
+    done, rows = step(state, unrotated, query, keys, values, start, config, scale)
+    state.write(rows)
     return done, reason

@@ -8,7 +8,7 @@ m = L - 1 - start[b]. With sink F and E(p) = max(p + 1 - r, 0), per row and quer
     output     merge(entry, attention to [0, F), attention to [E(m), m + 1))
 
 so a hit reads m + 1 - E(p) + F keys and a miss m + 1. Attention takes the rotated query, the match the unrotated one.
-What reads keys is a kernel, or its plain twin; all else is torch's.
+The kernels do the same in three launches.
 
 Shapes: B rows, H query heads, G key/value heads, L keys, D and V channels.
 Source: MAC-Attention sec. 3.
@@ -17,7 +17,6 @@ Source: MAC-Attention sec. 3.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -27,22 +26,28 @@ from comb.kernels.mac.algebra import EMPTY, accumulator, attend_ranges, merge
 from comb.kernels.mac.mac_config import MacConfig
 from comb.kernels.mac.state import MacState, RingEntries
 
+RANGES = ("amend", "tail", "sink")
+"""Of keys that a step reads: what a reused summary doesn't hold, up to E(m); tail and sink, which are never kept."""
+
 
 @dataclass(frozen=True)
 class Match:
     """Per row and query head, all [B, H].
 
     Args:
-        hit: whether there is a summary to reuse.
-        slot: where it lies in the ring; anything where there is none.
+        slot: where the summary to reuse lies in the ring; anything where there is none.
         pos: the position p of its query; -1 where there is none.
         distance: to that query, with the drift along its chain not added; inf where there is none.
     """
 
-    hit: Tensor
     slot: Tensor
     pos: Tensor
     distance: Tensor
+
+    @property
+    def hit(self) -> Tensor:
+        """Whether there is a summary to reuse."""
+        return self.pos >= 0
 
 
 def end(position: Tensor | int, config: MacConfig) -> Tensor:
@@ -77,7 +82,7 @@ def find_match(state: MacState, query: Tensor, position: Tensor, config: MacConf
     slot = torch.where(tied, pos, torch.iinfo(torch.long).max).argmin(dim=1)
     hit = torch.isfinite(nearest)
     found = pos.expand_as(squared).gather(1, slot[:, None])[:, 0]
-    return Match(hit, slot, torch.where(hit, found, torch.full_like(found, -1)), nearest.sqrt())
+    return Match(slot, torch.where(hit, found, torch.full_like(found, -1)), nearest.sqrt())
 
 
 @dataclass(frozen=True)
@@ -86,24 +91,27 @@ class MacStep:
 
     Args:
         output: [B, H, V], in the accumulator's dtype.
-        rows: what to write into the state.
         match: which earlier query each head reused.
         position: m per row [B].
         keys_read: per row and query head [B, H].
-        group_keys_read: the same for a kernel that reads a key/value head once for all its query heads, so as far
-            back as the worst of them [B, G].
+        groups: G, key/value heads.
         tail_lse: log-sum-exp of the band [E(m), m + 1) alone [B, H], and `lse` of all keys: their difference is the
             band's share of the attention.
     """
 
     output: Tensor
-    rows: RingEntries
     match: Match
     position: Tensor
     keys_read: Tensor
-    group_keys_read: Tensor
+    groups: int
     tail_lse: Tensor
     lse: Tensor
+
+    @property
+    def group_keys_read(self) -> Tensor:
+        """As far back as the worst of the query heads that share a key/value head, read once for all [B, G]."""
+        worst: Tensor = self.keys_read.unflatten(1, (self.groups, -1)).amax(-1)
+        return worst
 
 
 def step(
@@ -115,23 +123,22 @@ def step(
     start: Tensor,
     config: MacConfig,
     scale: float,
-    attended: Callable[..., tuple[Tensor, Tensor]] = attend_ranges,
-) -> MacStep:
-    """Attention of one new token per row, its own key included; reads `state`, doesn't change it.
+) -> tuple[MacStep, RingEntries]:
+    """Attention of one new token per row, its own key included, and what to write into `state`, which it only reads.
+
+    The plain twin of `comb.kernels.mac.kernel.fused_step`.
 
     Args:
         unrotated, query: [B, H, D] before and after the rotary embedding.
         keys, values: [B, G, L, D] and [B, G, L, V].
         start: [B], how many keys of padding stand in front.
-        attended: `attend_ranges`, or the kernel that does the same.
     """
-    kind, heads, groups = accumulator(query.dtype), query.shape[1], keys.shape[1]
+    kind, heads = accumulator(query.dtype), query.shape[1]
     position = keys.shape[2] - 1 - start
     match = find_match(state, unrotated, position, config)
     own_end = end(position, config)
     sink_end = own_end.clamp_max(config.sink)[:, None]
     low = torch.where(match.hit, end(match.pos, config), sink_end)
-    # amend: what a reused summary doesn't hold, up to E(m); complete: sink and tail are read fresh and never kept
     bounds = (
         (low, own_end[:, None]),
         (own_end[:, None], position[:, None] + 1),
@@ -140,7 +147,7 @@ def step(
     lows, highs = (
         torch.stack([(bound[side] + start[:, None]).expand(-1, heads) for bound in bounds]) for side in (0, 1)
     )
-    (fresh_o, tail_o, sink_o), (fresh_lse, tail_lse, sink_lse) = attended(query, keys, values, lows, highs, scale)
+    (fresh_o, tail_o, sink_o), (fresh_lse, tail_lse, sink_lse) = attend_ranges(query, keys, values, lows, highs, scale)
     o, lse, chain, drift = _reused(state, match)
     entry_o, entry_lse = merge(o, lse.masked_fill(~match.hit, EMPTY), fresh_o, fresh_lse)
     output, lse = merge(*merge(entry_o, entry_lse, tail_o, tail_lse), sink_o, sink_lse)
@@ -153,8 +160,7 @@ def step(
         drift=torch.where(match.hit, drift + match.distance.to(drift.dtype), torch.zeros_like(drift))[:, None],
         pos=position[:, None],
     )
-    worst = keys_read.unflatten(1, (groups, heads // groups)).amax(-1)
-    return MacStep(output, rows, match, position, keys_read, worst, tail_lse, lse)
+    return MacStep(output, match, position, keys_read, keys.shape[1], tail_lse, lse), rows
 
 
 def _reused(state: MacState, match: Match) -> tuple[Tensor, Tensor, Tensor, Tensor]:

@@ -58,7 +58,8 @@ def models_of(options: ServeBenchOptions, folder: Path) -> Models:
     made = random_model(
         layers=options.layers, hidden=options.hidden, heads=options.heads, kv_heads=options.kv_heads,
         vocab=len(tokenizer), positions=options.positions, seed=options.seed,
-    ).to(dtype=getattr(torch, options.dtype))  # fmt: skip
+        dtype=getattr(torch, options.dtype),
+    )  # fmt: skip
     place = str(folder / "backbone")
     made.save_pretrained(place)
     tokenizer.save_pretrained(place)

@@ -164,6 +164,11 @@ class Config:
     eval: EvalConfig = Field(default_factory=EvalConfig)
 
     def __post_init__(self) -> None:
+        if self.train.eval_steps is not None and self.eval.limit == 0:
+            raise ValueError(
+                "train.eval_steps measures held-out examples and eval.limit=0 takes none: --no-eval leaves out the "
+                "evaluation behind the training alone; train.eval_steps=null measures nothing"
+            )
         method = self.train.method
         if method != "comb":
             if self.eval == EvalConfig():
