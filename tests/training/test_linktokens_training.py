@@ -18,6 +18,7 @@ from comb_training.config import config_from_dict
 from comb_training.data.batches import TrainingExample
 from comb_training.models import training_method
 from comb_training.models.linktokens import RowCollator, starting_tokens
+from comb_training.models.method import trained_options
 from comb_training.train import run_training
 from comb_training.trainer.trainer import CombTrainer
 from tests.helpers.byte_text import byte_llama, byte_tokenizer
@@ -185,3 +186,15 @@ def test_what_can_not_be_trained_is_refused() -> None:
         load(eval={"methods": ["comb"], "limit": 3})
     with pytest.raises(ValueError, match="does not support gradient checkpointing"):
         link_tokens().gradient_checkpointing_enable()
+
+
+def test_a_backbone_is_loaded_onto_the_gpu_that_it_is_tried_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    def options(**changes: Any) -> dict[str, Any]:
+        return trained_options(config_from_dict({"train": {"method": "linktokens"}, **changes}))
+
+    assert "device_map" not in options()
+    gpu = torch.device("cuda", 1)
+    monkeypatch.setattr("comb_training.models.method.device_of", lambda config: gpu)
+    assert options()["device_map"] == {"": gpu}
+    assert options(model={"options": {"device_map": "auto"}})["device_map"] == "auto"
+    assert "device_map" not in options(train={"method": "linktokens", "deepspeed": "zero3.json"})

@@ -14,7 +14,7 @@ from comb.documents.datasets import Counts
 from comb.registry import Registry
 from comb_training.config import Config
 from comb_training.data.batches import Collator, TrainingExample
-from comb_training.models.loading import dtype_of, shaping_options
+from comb_training.models.loading import device_of, dtype_of, shaping_options
 
 
 class TrainingMethod(ABC):
@@ -69,6 +69,11 @@ def training_method(name: str) -> TrainingMethod:
 
 
 def trained_options(config: Config) -> dict[str, Any]:
-    """Of `model.options`, those of an adapter that trains."""
+    """Of `model.options`, those of an adapter that trains, and where its backbone is loaded to."""
     # trained weights stay in float32 whatever the backbone's: small updates, of gates above all, are not lost
-    return {"adapter_dtype": torch.float32, **config.model.options}
+    options = {"adapter_dtype": torch.float32, **config.model.options}
+    device = device_of(config)
+    if device.type == "cuda" and config.train.deepspeed is None:  # ZeRO-3 loads each rank's part, and takes no map
+        # whether documents can be linked is tried out, in a dozen passes: of an 8B model minutes of a CPU
+        options.setdefault("device_map", {"": device})
+    return options
