@@ -75,6 +75,45 @@ async def test_a_server_that_is_never_idle_compiles_one_at_the_end_of_each_answe
     found.check_idle()
 
 
+async def test_as_many_are_compiled_at_once_as_nobody_waits_long_for() -> None:
+    found = server()
+    seen = sightings_of(found, spare=True)
+    documents = await wanted(found, (5, 6, 7), (8, 9), (10, 11), (12, 13, 14), (15, 16))
+    documents += await wanted(found, (17,), tenant="other")
+
+    async def after_an_answer(tokens_per_second: float) -> list[str]:
+        before = len(found.encoders.asked)
+        seen._tokens_per_second = tokens_per_second
+        with seen.answering():
+            pass
+        await settled()
+        return found.encoders.asked[before:]
+
+    keys = [document.key for document in documents]
+    with seen.answering():
+        for document in documents * 2:
+            seen.note(document)
+        assert await after_an_answer(0.0) == keys[:1]
+        assert seen._tokens_per_second > 0  # of what was compiled
+        assert await after_an_answer(40.0) == keys[1:3]  # four tokens in a tenth of a second
+        assert await after_an_answer(1e6) == keys[3:5]
+        assert await after_an_answer(1e6) == keys[5:]  # a tenant's own
+    found.check_idle()
+
+
+async def test_what_has_no_place_together_is_compiled_one_by_one() -> None:
+    found = server(tenant_share=0.25)  # of eight blocks of sixteen
+    seen = sightings_of(found)
+    documents = await wanted(found, (5, 6), (7, 8), (9, 10))
+    seen._tokens_per_second = 1e6
+    with seen.answering():
+        for document in documents * 2:
+            seen.note(document)
+    await settled()
+    assert set(found.encoders.asked) == {document.key for document in documents}
+    found.check_idle()
+
+
 async def test_the_table_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sightings, "REMEMBERED", 3)
     found = server()
