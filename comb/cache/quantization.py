@@ -1,11 +1,19 @@
-"""PICaches in eight bits: one scale per head and token, for keys and values alike.
+"""PICaches in eight or four bits.
 
-For a vector x of one head and token, with q the largest number of the format (127 for int8, 448 for fp8 e4m3):
+Eight bits have one scale per head and token, for keys and values alike. For a vector x of one head and token, with q
+the largest number of the format (127 for int8, 448 for fp8 e4m3):
 
     scale = max|x| / q        data = round(x / scale)        x' = data * scale
 
-so int8 is off by at most scale / 2 = max|x| / 254 per channel, fp8 by 1/16 of each channel's own size. Scales are kept
-in float16 where their range fits, in float32 otherwise.
+so int8 is off by at most scale / 2 = max|x| / 254 per channel, fp8 by 1/16 of each channel's own size.
+
+Four bits (int4) have a lowest number and a step for each `GROUP` of numbers: of a channel's keys at neighbouring
+tokens, as some channels of keys are large at all tokens, and of a token's values in neighbouring channels (KIVI,
+arXiv:2402.02750):
+
+    step = (max x - min x) / 15        data = round((x - min x) / step)        x' = data * step + min x
+
+Scales are kept in float16 where their range fits, in float32 otherwise.
 """
 
 from __future__ import annotations
@@ -22,7 +30,10 @@ from comb.cache.picache import PICACHE_KINDS, PICache, register_kind
 SCHEMES: dict[str, tuple[torch.dtype, float]] = {
     "int8": (torch.int8, 127.0),
     "fp8": (torch.float8_e4m3fn, 448.0),
+    "int4": (torch.uint8, 15.0),  # two to a byte
 }
+GROUP = 64
+"""Numbers that share a step in four bits."""
 
 
 def check_scheme(scheme: object) -> str:
@@ -32,45 +43,82 @@ def check_scheme(scheme: object) -> str:
     return scheme
 
 
-def quantize(tensor: Tensor, scheme: str) -> tuple[Tensor, Tensor]:
-    """Eight-bit data [..., channels] and scales [..., 1] of a floating tensor [..., channels].
+def quantize(tensor: Tensor, scheme: str, dim: int = -1) -> tuple[Tensor, Tensor]:
+    """Data and scales of a floating tensor [..., channels].
+
+    Args:
+        dim: along which four bits have groups.
+
+    Returns:
+        in eight bits [..., channels] and [..., 1]; in four [..., channels / 2] uint8, and the lowest numbers and steps:
+        in the tensor's shape, but for `dim`, which has groups, and a last dimension of two.
 
     Raises:
-        ValueError: for an unknown scheme, or values that are not finite.
+        ValueError: for an unknown scheme, values that are not finite, or four bits of an odd number of channels.
     """
     dtype, largest = SCHEMES[check_scheme(scheme)]
+    if scheme == "int4":
+        return _quantize_groups(tensor, dim)
     wide = tensor.float()
-    scale = wide.abs().amax(dim=-1, keepdim=True) / largest
-    half = scale.half()
+    scale = _storable(wide.abs().amax(dim=-1, keepdim=True) / largest, wide)
+    scaled = wide / torch.where(scale > 0, scale.float(), 1.0)
+    scaled = scaled.clamp_(-largest, largest)
+    return (scaled.round_() if dtype == torch.int8 else scaled).to(dtype), scale
+
+
+def dequantize(data: Tensor, scale: Tensor, dtype: torch.dtype, dim: int = -1) -> Tensor:
+    """The tensor that `quantize` took, as near as its bits come."""
+    if data.dtype != torch.uint8:
+        return (data.float() * scale.float()).to(dtype)
+    codes = torch.stack([data & 15, data >> 4], -1).flatten(-2)
+    lowest, step = _spread(scale, dim, codes.shape[dim])
+    return (codes * step + lowest).to(dtype)
+
+
+def _quantize_groups(tensor: Tensor, dim: int) -> tuple[Tensor, Tensor]:
+    if tensor.shape[-1] % 2:
+        raise ValueError(f"int4 keeps two channels in a byte, and heads have {tensor.shape[-1]}: use int8")
+    wide, count = tensor.float(), tensor.shape[dim]
+    rest = -count % GROUP
+    last = wide.narrow(dim, count - 1, 1).expand([rest if at == dim % wide.ndim else -1 for at in range(wide.ndim)])
+    grouped = torch.cat([wide, last], dim).movedim(dim, -1).unflatten(-1, (-1, GROUP))
+    lowest, highest = (bound.movedim(-1, dim) for bound in (grouped.amin(-1), grouped.amax(-1)))
+    ranges = _storable(torch.stack([lowest, (highest - lowest) / SCHEMES["int4"][1]], -1), wide)
+    lowest, step = _spread(ranges, dim, count)
+    codes = ((wide - lowest) / torch.where(step > 0, step, 1.0)).round_().clamp_(0, SCHEMES["int4"][1]).byte()
+    return codes[..., ::2] | codes[..., 1::2] << 4, ranges
+
+
+def _spread(ranges: Tensor, dim: int, count: int) -> tuple[Tensor, Tensor]:
+    """Lowest numbers and steps of each number, of `count` along `dim`."""
+    lowest, step = ranges.float().unbind(-1)
+    return tuple(one.repeat_interleave(GROUP, dim).narrow(dim, 0, count) for one in (lowest, step))  # type: ignore[return-value]
+
+
+def _storable(scale: Tensor, wide: Tensor) -> Tensor:
+    """`scale` in float16 where all of it fits. Raises ValueError if `wide`, which it is of, isn't finite."""
+    half, size = scale.half(), scale.abs()
     # below its normal numbers float16 loses precision, above its range everything
-    fits = torch.isfinite(half) & ((half >= torch.finfo(torch.float16).smallest_normal) | (scale == 0))
+    fits = torch.isfinite(half) & ((size >= torch.finfo(torch.float16).smallest_normal) | (size == 0))
     # one wait for a GPU, not two
     finite, storable = torch.stack([torch.isfinite(wide).all(), fits.all()]).tolist()
     if not finite:
         raise ValueError(
             "a tensor with NaN or infinity can't be quantised: the model's weights are damaged or overflow"
         )
-    scale = half if storable else scale
-    scaled = wide / torch.where(scale > 0, scale.float(), 1.0)
-    scaled = scaled.clamp_(-largest, largest)
-    return (scaled.round_() if dtype == torch.int8 else scaled).to(dtype), scale
-
-
-def dequantize(data: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
-    """The tensor that `quantize` took, as near as eight bits come."""
-    return (data.float() * scale.float()).to(dtype)
+    return half if storable else scale
 
 
 @register_kind
 @dataclass(frozen=True, eq=False, repr=False)
 class QuantizedPICache(PICache):
-    """Another PICache with its floating tensors in eight bits; integer tensors are kept as they are.
+    """Another PICache with its floating tensors in eight or four bits; integer tensors are kept as they are.
 
     Args:
         inner: kind of the other PICache.
         dtype: of its floating tensors.
-        data: every tensor by name, in eight bits or as it was.
-        scales: per name of a quantised tensor [..., channels], its scales [..., 1].
+        data: every tensor by name, quantised or as it was.
+        scales: per name of a quantised tensor, its scales.
     """
 
     inner: str
@@ -81,7 +129,7 @@ class QuantizedPICache(PICache):
 
     @property
     def scheme(self) -> str:
-        """``"int8"`` or ``"fp8"``."""
+        """``"int8"``, ``"fp8"`` or ``"int4"``."""
         found = {tensor.dtype for name, tensor in self.data.items() if name in self.scales}
         return next(scheme for scheme, (dtype, _) in SCHEMES.items() if dtype in found)
 
@@ -111,15 +159,20 @@ class QuantizedPICache(PICache):
 
     def dequantize(self, fingerprint: str) -> PICache:
         """The other PICache, for a consumer that knows it under `fingerprint`."""
-        tensors = {
-            name: dequantize(tensor, self.scales[name], self.dtype) if name in self.scales else tensor
-            for name, tensor in self.data.items()
+        opened = {
+            name: dequantize(self.data[name], scale, self.dtype, _grouped(name)) for name, scale in self.scales.items()
         }
+        tensors = {**self.data, **opened}
         return PICACHE_KINDS.get(self.inner).from_tensors(fingerprint, tensors)
 
 
+def _grouped(name: str) -> int:
+    """The dimension along which a tensor is cut into groups: a PICache's keys by their tokens, values by channels."""
+    return 1 if name.startswith("keys") else -1
+
+
 def quantize_picache(picache: PICache, scheme: str, fingerprint: str) -> QuantizedPICache:
-    """`picache` in eight bits, under a fingerprint of its own.
+    """`picache` in eight or four bits, under a fingerprint of its own.
 
     Raises:
         ValueError: when it holds no floating tensor, floating tensors of several dtypes, or values that aren't finite.
@@ -130,5 +183,5 @@ def quantize_picache(picache: PICache, scheme: str, fingerprint: str) -> Quantiz
         raise ValueError(f"a {type(picache).__name__} holds floating tensors of {len(dtypes)} dtypes, expected one")
     data, scales = dict(picache.tensors()), {}
     for name, tensor in floating.items():
-        data[name], scales[name] = quantize(tensor, scheme)
+        data[name], scales[name] = quantize(tensor, scheme, _grouped(name))
     return QuantizedPICache(fingerprint, picache.kind, dtypes.pop(), data, scales)

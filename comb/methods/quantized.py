@@ -1,4 +1,4 @@
-"""Any method with its PICaches in eight bits: quantised when they are compiled, dequantised when they are linked."""
+"""Any method with its PICaches in eight or four bits: quantised when compiled, dequantised when linked."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from comb.methods.past_state import PastState
 class Quantized(Method):
     """Wraps a method; written as a parameter of it, ``legolink:16,quantize=int8``.
 
-    The store, disk and bytes are those of the eight-bit PICaches. Linking dequantises, so the prompt being linked needs
+    The store, disk and bytes are those of the quantised PICaches. Linking dequantises, so the prompt being linked needs
     as much memory as ever.
 
     Raises:

@@ -81,7 +81,7 @@ def split_specs(text: str) -> list[str]:
 def create(spec: str, model: Any, **options: Any) -> Method:
     """A method instance for `model` from ``"comb"`` or ``"legolink:16"``; `options` win over the spec's.
 
-    Every method takes ``quantize=int8`` or ``quantize=fp8`` (`comb.methods.quantized`).
+    Every method takes ``quantize=int8``, ``fp8`` or ``int4`` (`comb.methods.quantized`).
 
     Raises:
         ValueError: for an unknown name or parameter, or when `model` lacks what the method needs.

@@ -90,6 +90,10 @@ def _seams(row: dict[str, Any]) -> str:
     return f"{row['runs']} runs, {row['rows']} rows, {row['keys']} keys"
 
 
+def _promises(section: Section) -> Figures:
+    return [(f"{r['model']}, {r['dtype']}, {r['method']}: {r['name']}", float(r["passed"])) for r in section["results"]]
+
+
 CLAIMS = (
     GpuClaim("kernels of paged attention are right: error, of the bound", "paged", _share_of_bound, 1.0, False),
     GpuClaim("kernels of MAC are right: error, of the bound", "mac", _share_of_bound, 1.0, False),
@@ -104,6 +108,7 @@ CLAIMS = (
         False,
     ),
     GpuClaim("what is chosen for recomputed tokens isn't slower than a mask", "seams", _chosen_over_mask, 1.0),
+    GpuClaim("the encoder and all methods keep their promises", "exact", _promises, 1.0),
     GpuClaim("a pool that another process writes is read as it was written", "ipc", _handed_over, 1.0),
     GpuClaim("COMB without documents is the plain model, bit for bit", "decode", _off_is_plain, 1.0),
     GpuClaim("linking is faster than computing the prompt", "context-length", _linked, 1.0),

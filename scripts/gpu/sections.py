@@ -1,8 +1,9 @@
 """Sections of `scripts/bench-gpu` that no benchmark of comb's measures.
 
-    python -m scripts.gpu.sections ipc|tiers|decode --out FILE.json [--tiny] [--device cpu]
+    python -m scripts.gpu.sections exact|ipc|tiers|decode --out FILE.json [--tiny] [--device cpu]
 
-ipc: a pool that another process writes and is killed over. tiers: a document between host memory and a GPU, in one
+exact: what `comb doctor` checks of the encoder and of all methods, on the models that come with comb. ipc: a pool that
+another process writes and is killed over. tiers: a document between host memory and a GPU, in one
 copy of pinned memory, as the store moves it, and tensor by tensor. decode: time per token of an answer over linked
 documents, of a Llama with an 8B model's shape and random weights; that COMB without documents is the plain model, bit
 for bit.
@@ -35,6 +36,23 @@ if TYPE_CHECKING:
 
 Section = dict[str, Any]
 SHORT = 2  # tokens of the answer whose time is taken off
+
+
+def exact(device: torch.device, *, tiny: bool) -> Section:
+    """A row for each check of each method that takes the model."""
+    from comb import CombForCausalLM
+    from comb.cli.doctor import Verdict, check_methods, run_checks
+    from comb.model.source import load_named
+
+    results = []
+    for name, dtype in product(("nano", "nano-hybrid", "nano-ledger"), ("float32", "bfloat16")):
+        if tiny and (name, dtype) != ("nano", "float32"):
+            continue
+        model = load_named(name, dtype=dtype, device=str(device))
+        encoder = CombForCausalLM.from_backbone(model, num_encoder_layers=2)
+        for verdict in (Verdict("encoder", run_checks(encoder)), *check_methods(model)):
+            results += [{"model": name, "dtype": dtype, "method": verdict.method, **asdict(c)} for c in verdict.checks]
+    return {"results": results}
 
 
 def ipc(device: torch.device, *, tiny: bool) -> Section:
@@ -152,7 +170,7 @@ def seconds_of(call: Callable[[], object], device: torch.device) -> float:
     return time.perf_counter() - start
 
 
-SECTIONS: dict[str, Callable[..., Section]] = {"ipc": ipc, "tiers": tiers, "decode": decode}
+SECTIONS: dict[str, Callable[..., Section]] = {"exact": exact, "ipc": ipc, "tiers": tiers, "decode": decode}
 
 
 def main(

@@ -40,6 +40,7 @@ def test_figures_prove_or_disprove(tmp_path: Path, good: bool) -> None:
     write(
         tmp_path, paged={"copy_bytes_per_s": 100, "results": [decoding, prompts]}, mac={"results": speedups},
         seams={"new_length_s": 0.0001 if good else 0.03, "results": [runs]},
+        exact={"results": [{"model": "m", "dtype": "d", "method": "naive", "name": "is finite", "passed": good}]},
         ipc={"results": [{"stored": "auto", "source": "cpu", "wrong": "" if good else "it differs"}]},
         decode={"off_is_plain": good, "dtype": "torch.bfloat16", "results": []},
         context_length={"results": linked}, hybrid={"results": linked},
@@ -52,6 +53,6 @@ def test_a_section_that_was_cut_off_or_refused_proves_nothing_it_did_not_measure
     refused = {"method": "naive", "tokens": 9, "refused": "no room"}
     write(tmp_path, mac={"results": [checked]}, context_length={"results": [refused]})
     assert proven(tmp_path)[1:4] == [True, None, None]
-    assert proven(tmp_path)[5:] == [None] * 6
+    assert proven(tmp_path)[5:] == [None] * 7
     write(tmp_path, mac={"results": [checked, {"case": "no kernel ran"}]})
     assert proven(tmp_path)[1] is False
