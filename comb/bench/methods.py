@@ -104,13 +104,18 @@ def tables(rows: Sequence[Row]) -> list[TextTable]:
 
 
 def panels(rows: Sequence[Row], metric: str) -> list[Panel]:
-    """For each set KL over computed tokens; where times were taken KL and a score over the time to the first token."""
+    """For each set KL over computed tokens, and over bytes where methods keep other numbers of them.
+
+    Where times were taken KL and a score over the time to the first token, too.
+    """
     found: list[Panel] = []
     for name, own in _by_set(rows):
         whole = next((row["computed_tokens"] for row in own if row["method"] == "full" and not row["refused"]), 1.0)
         found.append(
             Frontier(own, partial(_share_computed, whole=whole), "of the prompt computed for a question, %", name)
         )
+        if len({kept for row in own if (kept := _bytes_kept(row)) is not None}) > 1:
+            found.append(Frontier(own, _bytes_kept, "bytes kept of a document's token", name))
         if any(row["ttft_cold_s"] for row in own):
             found += [
                 Frontier(own, _cached_ms, "time to first token, documents cached, ms", name),
@@ -121,6 +126,10 @@ def panels(rows: Sequence[Row], metric: str) -> list[Panel]:
 
 def _share_computed(row: Row, whole: float) -> float:
     return float(100 * row["computed_tokens"] / whole)
+
+
+def _bytes_kept(row: Row) -> float | None:
+    return None if row["refused"] else row["cache_bytes_per_document_token"] or None
 
 
 def _cached_ms(row: Row) -> float | None:

@@ -32,9 +32,9 @@ from comb.waits import on_device
 logger = logging.getLogger(__name__)
 
 _LEAST_KEYS = 512  # on a CPU; below, answering the calls takes longer than it saves
-# Flash attention is reckoned to take half as long for a tile as attention under a mask does, whose keys are repeated
-# for each head beforehand: not measured
-_MOST_TILES = 2.0
+# Of a tile with the keys that it sees, over the mask's. On an H200 a call takes .68 of the mask's time at .56 of its
+# tiles and 1.7 to 3 times as long at 4 times as many (docs/gpu.md): as long at 1 to 1.7.
+_MOST_TILES = 1.0
 
 _ROWS = 16  # that are taken at a time
 

@@ -17,6 +17,7 @@ from typer.testing import CliRunner
 
 from comb import CombForCausalLM, Document, Example
 from comb.backbones.tokenizer import load_tokenizer
+from comb.bench.methods import panels
 from comb.cli import main as cli
 from comb.documents.datasets import Counts, read_dataset
 from comb.documents.document import PromptBuilder
@@ -507,3 +508,15 @@ def test_the_frontier_shows_each_method_at_its_cost() -> None:
     assert [text.get_text() for text in axes.texts] == ["naive", "exact"]
     assert [tuple(text.xy) for text in axes.texts] == [(5, 0.2), (50, 1e-3)]
     assert (axes.get_title(), axes.get_yscale()) == ("squad", "log")
+
+
+def test_bytes_have_a_plot_where_methods_keep_other_numbers_of_them() -> None:
+    def xlabels(**kept: float) -> list[str]:
+        rows = [
+            {"set": "squad", "method": name, "refused": "", "computed_tokens": 5, "ttft_cold_s": None,
+             "cache_bytes_per_document_token": count} for name, count in {"full": 0, **kept, "none": 0}.items()
+        ]  # fmt: skip
+        return [panel.xlabel for panel in panels(rows, "em") if isinstance(panel, Frontier)]
+
+    assert "bytes kept of a document's token" in xlabels(naive=100.0, small=30.0)
+    assert "bytes kept of a document's token" not in xlabels(naive=100.0, primed=100.0)

@@ -17,7 +17,7 @@ from comb.kernels.paged import kernel as paged_module
 from comb.kernels.paged import plan as plan_module
 from comb.kernels.paged.attention import attend, attend_plain, why_plain
 from comb.kernels.paged.kernel import attend_paged
-from comb.kernels.paged.layout import PagedBatch
+from comb.kernels.paged.layout import PagedBatch, PagedLayer
 from comb.kernels.paged.plan import PagedLaunch
 from tests.helpers.paged_cases import by_hand, in_fp8, paged_case
 from tests.interpreted.faults import distance, mutate, unwritten_memory_is_nan, watch_launches  # noqa: F401  a fixture
@@ -43,8 +43,7 @@ def test_kernel_is_the_plain_way_and_float64(dtype: torch.dtype, fp8: bool, shar
     found = attend_paged(query, layer, batch, SHARES[shares])
     assert found.dtype == dtype
     assert torch.equal(found, attend_paged(query, layer, batch, SHARES[shares]))
-    # values in eight bits are multiplied in bfloat16 at least
-    bound = max(BOUNDS[dtype], BOUNDS[torch.bfloat16] if fp8 and dtype == torch.float16 else 0.0)
+    bound = BOUNDS[dtype]
     assert distance(found, expected) < bound
     assert distance(found, attend_plain(query, layer, batch)) < bound
     # twice as far from another document's answer
@@ -67,6 +66,23 @@ def test_small_values_in_fp8_keep_their_precision_beside_queries_in_half() -> No
     small = in_fp8(replace(layer, values=(layer.values.float() * 1e-3).half()))
     expected = by_hand(query, small, batch)
     assert relative_error(attend_paged(query, small, batch, SHARES["some"]), expected) < 1e-2
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("smallest", [0, -1])
+def test_scales_may_differ_by_any_factor(dtype: torch.dtype, smallest: int) -> None:
+    """A weight times a scale may be beyond float16 on either side; only the largest one counts."""
+    query, layer, batch = paged_case(torch.float32)
+    layer, query = scaled(in_fp8(layer), smallest), query.to(dtype)
+    expected = by_hand(query, layer, batch)
+    assert relative_error(attend_paged(query, layer, batch, SHARES["some"]), expected) < BOUNDS[dtype]
+
+
+def scaled(layer: PagedLayer, smallest: int) -> PagedLayer:
+    """In fp8, with scales of values that grow from slot to slot, or shrink."""
+    assert layer.value_scales is not None
+    factors = torch.logspace(-9, 4, len(layer.value_scales))
+    return replace(layer, value_scales=layer.value_scales * (factors if smallest == 0 else factors.flip(0))[:, None])
 
 
 def test_queries_may_be_strided_and_layers_share_a_plan() -> None:
@@ -111,6 +127,7 @@ MUTANTS = {
     "scale of the keys left out": (
         paged_module, "_paged_kernel", "scores *= tl.load(key_scale_ptr", "scores += 0 * tl.load(key_scale_ptr"
     ),
+    "units not rescaled": (paged_module, "_paged_kernel", "shrink *= unit * inverse", "shrink *= 1.0"),
     "shares weigh the same": (paged_module, "_paged_merge_kernel", "weights = tl.exp2(lse - higher)",
                               "weights = tl.where(inside, 1.0, 0.0)"),
     "a share left out": (paged_module, "_paged_merge_kernel", "inside = one + column < count",
@@ -120,11 +137,11 @@ MUTANTS = {
 
 def _compare() -> None:
     query, layer, batch = paged_case(torch.float32)
-    layer = in_fp8(layer)
-    expected = by_hand(query, layer, batch)
-    for sizes in (SHARES["some"], SHARES["blocks"]):
-        batch._plans.clear()
-        assert distance(attend_paged(query, layer, batch, sizes), expected) < 1e-5
+    for layer in (in_fp8(layer), scaled(in_fp8(layer), 0)):
+        expected = by_hand(query, layer, batch)
+        for sizes in (SHARES["some"], SHARES["blocks"]):
+            batch._plans.clear()
+            assert relative_error(attend_paged(query, layer, batch, sizes), expected) < 1e-4
 
 
 @pytest.mark.parametrize(("module", "name", "old", "new"), MUTANTS.values(), ids=list(MUTANTS))

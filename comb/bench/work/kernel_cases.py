@@ -242,8 +242,8 @@ class PagedCase:
 
     @property
     def bound(self) -> float:
-        """Of relative errors: values in eight bits are multiplied in bfloat16 at least."""
-        return max(BOUNDS[self.dtype], BOUNDS[torch.bfloat16] if self.fp8 and self.dtype == torch.float16 else 0.0)
+        """Of relative errors."""
+        return BOUNDS[self.dtype]
 
     @property
     def nbytes(self) -> int:

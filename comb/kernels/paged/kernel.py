@@ -2,8 +2,9 @@
 
 Query heads that share a key/value head, of all tokens of a tile, are rows of one matrix product. Scores and sums are
 taken in 32 bits; weights are rounded to the queries' dtype for the second product, as flash attention does. Keys in
-fp8 are widened as they are read; their scale multiplies the score, the values' scale the weight. That may make a weight
-smaller than float16 can hold, so beside such queries values in fp8 are multiplied in bfloat16.
+fp8 are widened as they are read; their scale multiplies the score, the values' scale the weight. Beside 16-bit queries
+they are widened to float16, which a GPU does two at a time, and multiplied in it: to bfloat16 there is no way but
+number by number. Weights times scales, which float16 may not hold, are kept relative to the largest scale so far.
 
 `comb.kernels.paged.attention.attend_plain` is what they are tested against.
 """
@@ -44,10 +45,11 @@ def _paged_kernel(
     own_channel = own[:, None] & (channel < WIDTH)[None, :]
     at = (token + number // SHARED).to(tl.int64)
     query_row = query_ptr + at[:, None] * stride_qt + head[:, None] * stride_qh
-    query = tl.load(query_row + channel[None, :], mask=own_channel, other=0.0)
+    query = tl.load(query_row + channel[None, :], mask=own_channel, other=0.0).to(MIXED)
     highest = tl.full([M], float("-inf"), tl.float32)
     total = tl.zeros([M], tl.float32)
     o = tl.zeros([M, WIDE], tl.float32)
+    unit = 0.0
     # the table is read a turn ahead: keys wait for their addresses, and while they do, triton keeps one tile in flight
     # instead of two
     entry = (begin * BLOCK + column) // BLOCK
@@ -61,7 +63,7 @@ def _paged_kernel(
             mask=inside[None, :] & (channel < WIDTH)[:, None], other=0.0,
         )  # fmt: skip
         if QUANTIZED:
-            key = key.to(query.dtype)
+            key = key.to(MIXED)
         scores = _product(query, key, PRECISION, UPCAST) * scale
         if QUANTIZED:
             scores *= tl.load(key_scale_ptr + slot * stride_scale + g, mask=inside, other=0.0)[None, :]
@@ -77,13 +79,20 @@ def _paged_kernel(
         )  # fmt: skip
         if QUANTIZED:
             value = value.to(MIXED)
-            weights *= tl.load(value_scale_ptr + slot * stride_scale + g, mask=inside, other=0.0)[None, :]
+            scales = tl.load(value_scale_ptr + slot * stride_scale + g, mask=inside, other=0.0)
+            larger = tl.maximum(unit, tl.max(scales, axis=0))
+            inverse = 1.0 / tl.where(larger > 0, larger, 1.0)
+            weights *= (scales * inverse)[None, :]
+            shrink *= unit * inverse
+            unit = larger
         o = o * shrink[:, None] + _product(weights.to(MIXED), value, PRECISION, UPCAST)
         highest = higher
         entry = (one + KEYS + column) // BLOCK
         last = tl.load(table_ptr + entry, mask=entry < end, other=-1)
 
     o = o / total[:, None]
+    if QUANTIZED:
+        o *= unit
     if part < 0:
         place = (at * groups * SHARED + head) * WIDTH
         tl.store(
@@ -163,15 +172,15 @@ def _launch(
     quantized = layer.key_scales is not None
     key_scales, value_scales = (layer.key_scales, layer.value_scales) if quantized else (query, query)
     assert key_scales is not None
-    narrow = quantized and query.dtype == torch.float16
+    narrow = quantized and query.dtype == torch.bfloat16
     mixed = {torch.float32: tl.float32, torch.float16: tl.float16, torch.bfloat16: tl.bfloat16}[query.dtype]
     _paged_kernel[(groups * len(items.numbers),)](
         query, keys, values, key_scales, value_scales, items.numbers, plan.table, output, part, lse,
         query.stride(0), query.stride(1), keys.stride(0), keys.stride(1), values.stride(0), values.stride(1),
         key_scales.stride(0), width**-0.5 * LOG2_E, groups,
         BLOCK=layer.block_size, SHARED=query.shape[1] // groups, M=items.rows, WIDTH=width, WIDE=wide,
-        KEYS=items.launch.key_tile, QUANTIZED=quantized, MIXED=tl.bfloat16 if narrow else mixed,
+        KEYS=items.launch.key_tile, QUANTIZED=quantized, MIXED=tl.float16 if narrow else mixed,
         PRECISION="ieee" if query.dtype == torch.float32 else "tf32",
-        UPCAST=INTERPRETED and (narrow or query.dtype == torch.bfloat16), num_warps=items.launch.warps,
+        UPCAST=INTERPRETED and query.dtype == torch.bfloat16 and not quantized, num_warps=items.launch.warps,
         num_stages=items.launch.depth(2 * wide, keys.element_size()),
     )  # fmt: skip
