@@ -136,8 +136,8 @@ MUTANTS = {
 
 
 def _compare() -> None:
-    query, layer, batch = paged_case(torch.float32)
-    for layer in (in_fp8(layer), scaled(in_fp8(layer), 0)):
+    query, plain, batch = paged_case(torch.float32)
+    for layer in (in_fp8(plain), scaled(in_fp8(plain), 0)):
         expected = by_hand(query, layer, batch)
         for sizes in (SHARES["some"], SHARES["blocks"]):
             batch._plans.clear()
