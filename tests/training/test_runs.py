@@ -297,10 +297,12 @@ def test_what_earlier_versions_recorded_is_still_evaluated(config_for: Callable[
     config = config_for(answers="gold").to_dict()
     config["train"] |= {"method": "block", "torch_compile": False, "stages": [], "adam_beta2": 0.98}
     config["data"] |= {"cache": True, "cache_dir": None}
+    config["model"] |= {"device": "cuda"}  # where it was trained
     (tmp_path / "training.json").write_text(json.dumps({"config": config}))
     found = trained_config(tmp_path)
     assert found is not None
     assert found.data == config_for().data
+    assert found.model.device == "auto"
     config["data"]["datset"] = "squad"  # nothing else is passed over
     (tmp_path / "training.json").write_text(json.dumps({"config": config}))
     with pytest.raises(ValueError, match=r"training.json: unknown key data\.datset"):

@@ -215,7 +215,10 @@ def _hint(key: str, section: Sequence[Any], name: str) -> str:
 
 
 def trained_config(folder: str | Path) -> Config | None:
-    """The configuration an adapter was trained with, from its training.json; None if there is none."""
+    """The configuration an adapter was trained with, from its training.json; None if there is none.
+
+    Its device is not that of this machine.
+    """
     record = read_training(folder)
     if record is None:
         return None
@@ -224,7 +227,8 @@ def trained_config(folder: str | Path) -> Config | None:
         if not isinstance(keys, dict):
             return keys
         # an earlier version's method `block` trained a backbone, which is asked as any other
-        return {k: v for k, v in keys.items() if f"{section}.{k}" not in GONE and (k, v) != ("method", "block")}
+        gone = {*GONE, "model.device"}
+        return {k: v for k, v in keys.items() if f"{section}.{k}" not in gone and (k, v) != ("method", "block")}
 
     config = {section: still_there(section, keys) for section, keys in record["config"].items()}
     return config_from_dict(config, str(Path(folder) / TRAINING))
