@@ -57,9 +57,9 @@ def quantize(tensor: Tensor, scheme: str, dim: int = -1) -> tuple[Tensor, Tensor
         ValueError: for an unknown scheme, values that are not finite, or four bits of an odd number of channels.
     """
     dtype, largest = SCHEMES[check_scheme(scheme)]
-    if scheme == "int4":
-        return _quantize_groups(tensor, dim)
     wide = tensor.float()
+    if scheme == "int4":
+        return _quantize_groups(wide, largest, dim % wide.ndim)
     scale = _storable(wide.abs().amax(dim=-1, keepdim=True) / largest, wide)
     scaled = wide / torch.where(scale > 0, scale.float(), 1.0)
     scaled = scaled.clamp_(-largest, largest)
@@ -71,28 +71,24 @@ def dequantize(data: Tensor, scale: Tensor, dtype: torch.dtype, dim: int = -1) -
     if data.dtype != torch.uint8:
         return (data.float() * scale.float()).to(dtype)
     codes = torch.stack([data & 15, data >> 4], -1).flatten(-2)
-    lowest, step = _spread(scale, dim, codes.shape[dim])
+    lowest, step = _spread(scale, dim % codes.ndim, codes.shape[dim])
     return (codes * step + lowest).to(dtype)
 
 
-def _quantize_groups(tensor: Tensor, dim: int) -> tuple[Tensor, Tensor]:
-    if tensor.shape[-1] % 2:
-        raise ValueError(f"int4 keeps two channels in a byte, and heads have {tensor.shape[-1]}: use int8")
-    wide, count = tensor.float(), tensor.shape[dim]
-    rest = -count % GROUP
-    last = wide.narrow(dim, count - 1, 1).expand([rest if at == dim % wide.ndim else -1 for at in range(wide.ndim)])
-    grouped = torch.cat([wide, last], dim).movedim(dim, -1).unflatten(-1, (-1, GROUP))
-    lowest, highest = (bound.movedim(-1, dim) for bound in (grouped.amin(-1), grouped.amax(-1)))
-    ranges = _storable(torch.stack([lowest, (highest - lowest) / SCHEMES["int4"][1]], -1), wide)
-    lowest, step = _spread(ranges, dim, count)
-    codes = ((wide - lowest) / torch.where(step > 0, step, 1.0)).round_().clamp_(0, SCHEMES["int4"][1]).byte()
+def _quantize_groups(wide: Tensor, largest: float, dim: int) -> tuple[Tensor, Tensor]:
+    if wide.shape[-1] % 2:
+        raise ValueError(f"int4 keeps two channels in a byte, and heads have {wide.shape[-1]}: use int8")
+    bounds = [group.aminmax(dim=dim, keepdim=True) for group in wide.split(GROUP, dim)]
+    lowest, highest = (torch.cat(each, dim) for each in zip(*bounds, strict=True))
+    ranges = _storable(torch.stack([lowest, (highest - lowest) / largest], -1), wide)
+    lowest, step = _spread(ranges, dim, wide.shape[dim])
+    codes = ((wide - lowest) / torch.where(step > 0, step, 1.0)).round_().clamp_(0, largest).byte()
     return codes[..., ::2] | codes[..., 1::2] << 4, ranges
 
 
-def _spread(ranges: Tensor, dim: int, count: int) -> tuple[Tensor, Tensor]:
+def _spread(ranges: Tensor, dim: int, count: int) -> tuple[Tensor, ...]:
     """Lowest numbers and steps of each number, of `count` along `dim`."""
-    lowest, step = ranges.float().unbind(-1)
-    return tuple(one.repeat_interleave(GROUP, dim).narrow(dim, 0, count) for one in (lowest, step))  # type: ignore[return-value]
+    return ranges.float().repeat_interleave(GROUP, dim).narrow(dim, 0, count).unbind(-1)
 
 
 def _storable(scale: Tensor, wide: Tensor) -> Tensor:

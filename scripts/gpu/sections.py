@@ -162,7 +162,8 @@ def token_seconds(state: DecodeState, tokens: int) -> float:
 
 def seconds_of(call: Callable[[], object], device: torch.device) -> float:
     """Of one call, what it has launched included."""
-    synchronize = torch.cuda.synchronize if device.type == "cuda" else lambda _: None
+    from comb.bench.work.random_prompts import synchronize
+
     synchronize(device)
     start = time.perf_counter()
     call()

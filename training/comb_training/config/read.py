@@ -223,12 +223,13 @@ def trained_config(folder: str | Path) -> Config | None:
     if record is None:
         return None
 
+    passed_over = {*GONE, "model.device"}
+
     def still_there(section: str, keys: Any) -> Any:
         if not isinstance(keys, dict):
             return keys
         # an earlier version's method `block` trained a backbone, which is asked as any other
-        gone = {*GONE, "model.device"}
-        return {k: v for k, v in keys.items() if f"{section}.{k}" not in gone and (k, v) != ("method", "block")}
+        return {k: v for k, v in keys.items() if f"{section}.{k}" not in passed_over and (k, v) != ("method", "block")}
 
     config = {section: still_there(section, keys) for section, keys in record["config"].items()}
     return config_from_dict(config, str(Path(folder) / TRAINING))
