@@ -36,7 +36,7 @@ from comb_serving.manager.manager import NO_PLACE, PICManager
 from comb_serving.pool.capability import KEY
 from comb_serving.vllm.linking.setup import linking_options
 
-OURS = ("backbone", "pool_bytes", "pool_block", "host_bytes", "disk_path", "disk_bytes")
+OURS = ("backbone", "pool_bytes", "pool_block", "host_bytes", "disk_path", "disk_bytes", "share_loras")
 
 
 class LLM(vllm.LLM):
@@ -78,8 +78,9 @@ class LLM(vllm.LLM):
             stack.callback(self._reports.close)
             manager, builder = PICManager(layout, self._compiler), PromptBuilder(tokenizer_of(served))
             self.preprocessor = Preprocessor(
-                builder, manager, MethodChoice(served), chats=renders_alike(self.model_config, builder.tokenizer)
-            )
+                builder, manager, MethodChoice(served), chats=renders_alike(self.model_config, builder.tokenizer),
+                share_loras=served.share_loras, loras=self._compiler.loras,
+            )  # fmt: skip
             # a loop of its own: the caller may be inside of one (notebooks)
             self._loop = asyncio.new_event_loop()
             thread = threading.Thread(target=self._loop.run_forever, name="comb-documents", daemon=True)
@@ -119,7 +120,8 @@ class LLM(vllm.LLM):
     def _compile(self, requests: list[DocumentPrompt]) -> list[Any]:
         prompts = [{"prompt_token_ids": request.prompt, "cache_salt": request.salt} for request in requests]
         parameters = [SamplingParams(temperature=0, **request.parameters) for request in requests]
-        return list(super().generate(prompts, parameters, use_tqdm=False))
+        loras = [request.lora for request in requests]
+        return list(super().generate(prompts, parameters, use_tqdm=False, lora_request=loras))
 
     def _run(self, work: Any) -> Any:
         return self._compiler.run(asyncio.run_coroutine_threadsafe(work, self._loop))
@@ -131,12 +133,15 @@ class LLM(vllm.LLM):
         if not len(lists) == len(documents) == len(asked) == len(rows):
             said = "documents is a list for each of them, sampling_params one for all or one each"
             raise ValueError(f"{len(rows)} prompts: {said}")
+        loras = more.pop("lora_request", None)
+        loras = list(loras) if isinstance(loras, Sequence) else [loras] * len(rows)
+        self._compiler.loras.add(filter(None, loras))
         comb, prompts, tokens = ({} if method is None else {"method": method}), [], list[str | None]()
         bodies = [
-            {**row, "documents": list(map(_body, own)), "comb": comb}
+            {**row, "documents": list(map(_body, own)), "comb": comb, "model": lora and lora.lora_name}
             # what keeps vLLM from reading its prefix cache, however it was asked for
             | ({"prompt_logprobs": 0} if chosen.skip_reading_prefix_cache else {})
-            for row, own, chosen in zip(rows, lists, asked, strict=True)
+            for row, own, chosen, lora in zip(rows, lists, asked, loras, strict=True)
         ]
         held: list[Lease | None] = []
         try:
@@ -153,7 +158,7 @@ class LLM(vllm.LLM):
                 tokens.append(one.signed(lease, "", self._secret) if one.needs_capability else None)
                 if tokens[-1] is not None:
                     parameters.extra_args = {**(parameters.extra_args or {}), KEY: tokens[-1]}
-            outputs = super().generate(prompts, asked, **more)
+            outputs = super().generate(prompts, asked, lora_request=loras, **more)
         except RequestError as error:
             raise ValueError(error.message) from error
         finally:
@@ -167,7 +172,7 @@ class LLM(vllm.LLM):
     async def _linked(self, path: str, body: dict[str, Any], held: list[Lease | None]) -> PreprocessedRequest:
         one = await self.preprocessor.preprocess(path, body, "")
         try:
-            held.append(await self.preprocessor.acquire(one.segments, "") if one.linked else None)
+            held.append(await self.preprocessor.acquire(one.segments, "", one.compiled_with) if one.linked else None)
         except NO_PLACE:
             held.append(None)
             return self.preprocessor.inlined(one)

@@ -52,14 +52,15 @@ class Audit:
 
     async def _compare(self, request: PreprocessedRequest, tenant: str, engine: Any) -> None:
         try:
-            lease = await self._preprocessor.acquire(request.segments, tenant)
+            lease = await self._preprocessor.acquire(request.segments, tenant, request.compiled_with)
         except NO_PLACE:
             return  # when it is that full, clients come first
         try:
             token = request.signed(lease, "", self._secret)
-            linked = await _tokens(engine, request.prompts[0], request.salt, {KEY: token})
+            lora = self._preprocessor.loras.get(request.lora)
+            linked = await _tokens(engine, request.prompts[0], request.salt, lora, {KEY: token})
             # a salt of its own: what clients find in the prefix cache doesn't depend on audits
-            full = await _tokens(engine, request.prompts[0], secrets.token_hex(16), None)
+            full = await _tokens(engine, request.prompts[0], secrets.token_hex(16), lora, None)
         except Exception:
             logger.exception("a request could not be compared with its full recompute")
             return
@@ -69,10 +70,12 @@ class Audit:
         self._preprocessor.counters.count_audit(request.method.name, same, max(len(linked), len(full)))
 
 
-async def _tokens(engine: Any, prompt: list[int], salt: str, extra: dict[str, Any] | None) -> list[int]:
+async def _tokens(
+    engine: Any, prompt: list[int], salt: str, lora: Any, extra: dict[str, Any] | None
+) -> list[int]:
     """Token ids of the likeliest answer."""
     name = f"audit-{secrets.token_hex(8)}"
-    answer = await greedy(engine, prompt, salt, name, max_tokens=TOKENS, detokenize=False, extra_args=extra)
+    answer = await greedy(engine, prompt, salt, name, lora, max_tokens=TOKENS, detokenize=False, extra_args=extra)
     if answer.finish_reason not in ("length", "stop"):
         raise RuntimeError(f"the engine ended with {answer.finish_reason!r}")
     return list(answer.token_ids)

@@ -20,6 +20,7 @@ from comb_serving.api.start_check import check_start
 from comb_serving.config.logs import configure
 from comb_serving.config.serve_options import ServeOptions, instance_dir, pool_path
 from comb_serving.encoding.compiler import EngineCompiler
+from comb_serving.encoding.loras import Loras
 from comb_serving.encoding.protocol import EncoderError, Encoders
 from comb_serving.encoding.supervisor import EncoderProcesses
 from comb_serving.linking.layout import LinkingLayout
@@ -77,11 +78,16 @@ class ServerFront:
             sightings = Sightings(manager, finder, encoders.spare)
         preprocessor = Preprocessor(
             builder, manager, MethodChoice(options), options.max_documents, sightings=sightings,
-            disk_path=options.disk_path,
+            disk_path=options.disk_path, share_loras=options.share_loras,
         )  # fmt: skip
         audit = Audit(options.audit, preprocessor, secret) if options.audit else None
         REGISTRY.register(CombCollector(preprocessor, encoders, options))
         return cls(options, secret, preprocessor, encoders, reports, audit)
+
+    def take_loras(self, models: Any) -> None:
+        """The LoRAs that vLLM's server was started with, or takes later: its `OpenAIServingModels`."""
+        if isinstance(self.encoders, EngineCompiler) and models is not None:
+            self.preprocessor.loras = self.encoders.loras = Loras(models.lora_requests)
 
     async def check(self, engine: Any) -> None:
         """Waits for encoders, takes back what was registered, and has documents read on the way that requests take.

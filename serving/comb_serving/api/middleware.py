@@ -95,6 +95,7 @@ class CombMiddleware:
                 front, engine, server = self.front(), _engine_of(scope), _state_of(scope, "server")
                 if engine is not None:
                     front.preprocessor.max_tokens = engine.model_config.max_model_len
+                    front.take_loras(_state_of(scope, "openai_serving_models"))
                 if server is not None:  # in place of vLLM's handler, which ends the engine under open requests
                     for number in (signal.SIGINT, signal.SIGTERM):
                         asyncio.get_running_loop().add_signal_handler(number, self._end, server)
@@ -281,7 +282,7 @@ class CombMiddleware:
             if prepared.linked and lease is None:
                 try:
                     lease = entry.lease = await connection.unless_left(
-                        preprocessor.acquire(prepared.segments, entry.tenant)
+                        preprocessor.acquire(prepared.segments, entry.tenant, prepared.compiled_with)
                     )
                 except NO_PLACE as error:
                     if not preprocessor.choice.plain:

@@ -43,6 +43,7 @@ from comb_serving.api.request_error import RequestError
 from comb_serving.api.routes import COMPLETIONS, RESPONSES
 from comb_serving.config.serve_options import ServeOptions
 from comb_serving.config.tenants import prefix_salt
+from comb_serving.encoding.loras import Loras
 from comb_serving.linking.methods import LinkMethod
 from comb_serving.linking.plan import Range
 from comb_serving.manager.counters import Counters
@@ -72,6 +73,7 @@ class PreprocessedRequest:
         spans: where documents are linked in the prompts, their places in each of them.
         unlinked: of a request without documents, whose segments were found: the body for where none is linked.
         kept: seconds that the client asks some of its documents to be kept, by their ids.
+        lora: name of the LoRA that it is computed with. compiled_with: and its documents.
     """
 
     body: dict[str, Any]
@@ -82,6 +84,8 @@ class PreprocessedRequest:
     spans: tuple[tuple[Range, ...], ...] = ()
     unlinked: dict[str, Any] | None = None
     kept: Mapping[str, float] = field(default_factory=dict)
+    lora: str = ""
+    compiled_with: str = ""
 
     @property
     def linked(self) -> bool:
@@ -92,7 +96,7 @@ class PreprocessedRequest:
     def plain(self) -> PreprocessedRequest:
         """Of a request whose segments were found, with none of them linked: as it came."""
         assert self.unlinked is not None
-        return PreprocessedRequest(self.unlinked, self.method, self.about)
+        return PreprocessedRequest(self.unlinked, self.method, self.about, lora=self.lora)
 
     @property
     def needs_capability(self) -> bool:
@@ -110,7 +114,7 @@ class PreprocessedRequest:
         digests = tuple(map(digest, self.prompts))
         method = self.method.name if self.spans else ""
         found = self.unlinked is not None
-        stated = Capability(request_id, self.salt, places, digests, method, self.spans, found)
+        stated = Capability(request_id, self.salt, places, digests, method, self.spans, found, self.lora)
         return stated.sign(secret)
 
 
@@ -126,6 +130,10 @@ class Preprocessor:
         max_tokens: of a prompt; None while the engine isn't known.
         sightings: of segments in prompts without documents; None where none are looked for.
         disk_path: where what is registered is kept beyond restarts; None where it isn't.
+        share_loras: whether documents are compiled without a LoRA, once for all of them.
+
+    Attributes:
+        loras: vLLM's LoRAs, which a request chooses from by its `model`.
 
     Raises:
         ValueError: for a folder that can't be used.
@@ -139,6 +147,8 @@ class Preprocessor:
     max_tokens: int | None = None
     sightings: Sightings | None = None
     disk_path: str | None = None
+    share_loras: bool = False
+    loras: Loras = field(default_factory=Loras)
     counters: Counters = field(default_factory=Counters)
 
     def __post_init__(self) -> None:
@@ -174,22 +184,28 @@ class Preprocessor:
         if self.choice.plain and body.get("prompt_logprobs") is not None:
             method = INLINED  # of every token: vLLM computes the prompt whole, with what stands in it
         linked, about = not method.full, self.choice.about(method)
+        lora = self.loras.name_of(body) if self.choice.plain else ""  # an encoder's documents are the same for all
+        compiled_with = "" if self.share_loras or not linked else lora
+        if lora != compiled_with and linked:
+            about["lora"] = "shared"
         body, written, kept = await self._written(path, body, tenant, linked)
         named = References() if path == COMPLETIONS else references_of(turns(path, body))
         if given in (None, []) and named == References():
-            plain = PreprocessedRequest(salted(body, tenant), method, about)
+            plain = PreprocessedRequest(salted(body, tenant), method, about, lora=lora, compiled_with=compiled_with)
             return await self._with_found(path, plain, tenant) if finds and linked else plain
         check_combinations(body)
         listed = await self.tokenize([] if given is None else given, tenant, linked)
         names = [name for name in (*named.before, *named.after) if name not in written]
         inside = written | dict(zip(names, self.registered.find(tenant, names), strict=True))
         before, after = ([inside[name] for name in names] for names in (named.before, named.after))
-        segments = (*before, *listed, *after)
+        segments = await self.loras.compiled_with(compiled_with, (*before, *listed, *after))
         if self.choice.plain:
             body = salted(body, tenant)
         else:
             body = salted(body, tenant, [segment.key for segment in segments] if linked else (), MARK)
-        request = PreprocessedRequest(body, method, about, segments, kept=kept)
+        request = PreprocessedRequest(
+            body, method, about, segments, kept=kept, lora=lora, compiled_with=compiled_with
+        )
         build = partial(self._built, path, request, listed, named, inside)
         prompts = len(body["prompt"]) if isinstance(body.get("prompt"), list) else 1
         room = None if self.max_tokens is None else self.max_tokens * prompts
@@ -212,8 +228,9 @@ class Preprocessor:
     def keep(self, request: PreprocessedRequest, tenant: str) -> None:
         """Registers and pins what a client has asked to be kept, whose lease it has; what has no room there isn't."""
         for segment in {segment.key: segment for segment in request.segments if segment.id in request.kept}.values():
+            named = replace(segment, id=f"{segment.id}-{request.compiled_with}") if request.compiled_with else segment
             try:
-                self.registered.keep(tenant, segment, request.kept[segment.id], partial(self._check_kept, tenant))
+                self.registered.keep(tenant, named, request.kept[segment.id], partial(self._check_kept, tenant))
             except TenantQuotaError as error:
                 logger.info("a document is not kept: %s", error)
 
@@ -231,21 +248,23 @@ class Preprocessor:
         assert self.sightings is not None
         finder = self.sightings.finder
 
-        def found(builder: PromptBuilder, gone: Gone) -> tuple[PreprocessedRequest, list[Range]]:
+        def cut(builder: PromptBuilder, gone: Gone) -> tuple[PreprocessedRequest, list[Range]]:
             built = self._built(path, plain, [], References(), {}, builder, gone)
             return built, finder.find(built.prompts[0], tenant) if len(built.prompts) == 1 else []
 
         room = self.max_tokens
         try:
             check_combinations(plain.body)
-            built, spans = await self._aside(list(texts_of(plain.body)), room, found)
+            built, spans = await self._aside(list(texts_of(plain.body)), room, cut)
             segments = [tuple(built.prompts[0][start : start + tokens]) for start, tokens in spans]
             keys = await self.keys(segments, tenant, True)
+            names = [f"segment-{key[:12]}" for key in keys]
+            found = [KeyedSegment(*each) for each in zip(names, segments, keys, strict=True)]
+            keyed = await self.loras.compiled_with(plain.compiled_with, found)
         except (RequestError, ValueError):
             return plain
         if not spans or (room is not None and len(built.prompts[0]) > room):
             return plain
-        keyed = tuple(KeyedSegment(f"segment-{key[:12]}", ids, key) for ids, key in zip(segments, keys, strict=True))
         return replace(built, segments=keyed, spans=(tuple(spans),), unlinked=plain.body)
 
     def answering(self) -> AbstractContextManager[None]:
@@ -256,7 +275,7 @@ class Preprocessor:
         """What of a request's found segments is in the pool, leased; the others are noted. Nobody waits here."""
         assert self.manager is not None
         assert self.sightings is not None
-        documents = [wanted(segment, tenant) for segment in request.segments]
+        documents = [wanted(segment, tenant, request.compiled_with) for segment in request.segments]
         lease = self.manager.hold(documents)
         there = {document.key for document in lease.documents}
         for document in documents:
@@ -264,7 +283,7 @@ class Preprocessor:
             if document.key not in there:
                 self.sightings.note(document)
         if not there:  # vLLM needn't render again what is the same
-            return PreprocessedRequest(request.body, request.method, request.about), None
+            return PreprocessedRequest(request.body, request.method, request.about, lora=request.lora), None
         kept = [place for place, segment in enumerate(request.segments) if segment.key in there]
         (spans,) = request.spans
         return replace(
@@ -364,11 +383,11 @@ class Preprocessor:
         except ValueError as error:
             raise RequestError(400, str(error), param="documents") from error
 
-    async def acquire(self, segments: Sequence[KeyedSegment], tenant: str) -> Lease:
-        """A lease of documents. Raises what `PICManager.acquire` raises."""
+    async def acquire(self, segments: Sequence[KeyedSegment], tenant: str, lora: str = "") -> Lease:
+        """A lease of documents that are compiled with a LoRA, or none. Raises what `PICManager.acquire` raises."""
         assert self.manager is not None
         check_pin = self.manager.check_pin
-        lease = await self.manager.acquire([wanted(segment, tenant) for segment in segments])
+        lease = await self.manager.acquire([wanted(segment, tenant, lora) for segment in segments])
         self.registered.pin(tenant, segments, lambda segment: check_pin(wanted(segment, tenant)))
         return lease
 
@@ -494,6 +513,6 @@ def salted(body: dict[str, Any], tenant: str, keys: Sequence[str] = (), mark: st
     return {**body, "cache_salt": f"{mark}{made or ''}"} if mark or made else body
 
 
-def wanted(segment: KeyedSegment, tenant: str) -> WantedDocument:
+def wanted(segment: KeyedSegment, tenant: str, lora: str = "") -> WantedDocument:
     """A document as the manager is asked for it."""
-    return WantedDocument(segment.key, segment.token_ids, tenant)
+    return WantedDocument(segment.key, segment.token_ids, tenant, lora)

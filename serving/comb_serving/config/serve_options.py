@@ -60,6 +60,13 @@ def parse_switch(text: str) -> bool:
     return text == "on"
 
 
+def parse_shared(text: str) -> bool:
+    """``shared`` or ``own``. Raises ValueError for anything else."""
+    if text not in ("own", "shared"):
+        raise ValueError(f"--comb-lora is own or shared, not {text!r}")
+    return text == "shared"
+
+
 INSTANCE_DIR, OPTIONS, ADMIN_KEY = "COMB_INSTANCE_DIR", "COMB_SERVE_OPTIONS", "COMB_ADMIN_KEY"
 
 
@@ -134,6 +141,10 @@ class ServeOptions:
     tenant_pinned_share: float | None = option(
         None, "of the pool, for what one key pins; by default one part for each key", "--comb-tenant-pinned",
         read=parse_share,
+    )  # fmt: skip
+    share_loras: bool = option(
+        "own", "how documents of a LoRA's requests are compiled: with it (own), or once without any for all (shared)",
+        "--comb-lora", read=parse_shared,
     )  # fmt: skip
     segments: str = option(
         "off", "auto: in prompts without documents of a plain model, text that came before is found and linked",

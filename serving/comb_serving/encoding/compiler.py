@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from hashlib import sha256
 from typing import Any, TypeVar
 
+from comb_serving.encoding.loras import Loras
 from comb_serving.encoding.protocol import Encoded, EncoderError, EncoderIdentity
 from comb_serving.linking.layout import LinkingLayout
 from comb_serving.linking.methods import LinkMethod
@@ -35,12 +36,14 @@ class DocumentPrompt:
             document ever finds what is left of an earlier one there.
         token: the signed `Capability`.
         handle: where it goes.
+        lora: vLLM's `LoRARequest` that it is compiled with; None for none.
     """
 
     prompt: list[int]
     salt: str
     token: str
     handle: PoolHandle
+    lora: Any = None
 
     @property
     def where(self) -> tuple[str, int, list[int]]:
@@ -64,6 +67,7 @@ class DocumentCompiler:
 
     Attributes:
         kept_bytes: that they keep, by tier, as they last said.
+        loras: vLLM's LoRAs.
 
     Raises:
         ValueError: for a front that leaves no room for documents.
@@ -78,6 +82,7 @@ class DocumentCompiler:
                 f"{layout.max_document_tokens + 1}: raise --max-model-len, or choose --method legolink:16"
             )
         self.kept_bytes: dict[str, int] = {}
+        self.loras = Loras()
 
     def _note_kept(self, ranks: Sequence[dict[str, int]]) -> None:
         self.kept_bytes = {tier: sum(rank.get(tier, 0) for rank in ranks) for tier in ("host", "disk")}
@@ -90,12 +95,14 @@ class DocumentCompiler:
         longest = layout.max_document_tokens - len(self.front)
         return EncoderIdentity(layout.fingerprint, layout.dtype, longest, layout.vocab_size, compiled)
 
-    def request(self, key: str, token_ids: Sequence[int], handle: PoolHandle, request_id: str) -> DocumentPrompt:
+    def request(
+        self, key: str, token_ids: Sequence[int], handle: PoolHandle, request_id: str, lora: str
+    ) -> DocumentPrompt:
         """One document; `request_id` is empty where the engine alone chooses it."""
         prompt = [*self.front, *token_ids]
         spans = (((len(self.front), len(token_ids)),),)
-        said = Capability(request_id, key, tuple(pack([handle])), (digest(prompt),), COMPILE, spans)
-        return DocumentPrompt(prompt, key, said.sign(self._secret), handle)
+        said = Capability(request_id, key, tuple(pack([handle])), (digest(prompt),), COMPILE, spans, lora=lora)
+        return DocumentPrompt(prompt, key, said.sign(self._secret), handle, self.loras.get(lora))
 
 
 class EngineCompiler(DocumentCompiler):
@@ -122,9 +129,11 @@ class EngineCompiler(DocumentCompiler):
         states = self.client.output_processor.request_states.values()
         return not any(state.is_prefilling for state in states)
 
-    def submit(self, key: str, token_ids: Sequence[int], handle: PoolHandle) -> asyncio.Future[Encoded]:
+    def submit(
+        self, key: str, token_ids: Sequence[int], handle: PoolHandle, lora: str = ""
+    ) -> asyncio.Future[Encoded]:
         """Asks for one document; a request that no longer wants it changes nothing for others that do."""
-        return asyncio.get_running_loop().create_task(self._compile(key, token_ids, handle))
+        return asyncio.get_running_loop().create_task(self._compile(key, token_ids, handle, lora))
 
     def forget(self, key: str) -> None:
         """Has the workers delete what they keep of a document."""
@@ -138,16 +147,17 @@ class EngineCompiler(DocumentCompiler):
         except Exception as error:  # of vLLM's own; what is left on the disk is private still
             logger.warning("document %s may be on the disk still: %s", key[:12], error)
 
-    async def _compile(self, key: str, token_ids: Sequence[int], handle: PoolHandle) -> Encoded:
+    async def _compile(self, key: str, token_ids: Sequence[int], handle: PoolHandle, lora: str) -> Encoded:
         start, name = time.monotonic(), f"comb-document-{key[:32]}"
-        request = self.request(key, token_ids, handle, name)
+        request = self.request(key, token_ids, handle, name, lora)
         tier: str | None = None
         try:
             if self._keeps:
                 tier = tier_of(await self.client.collective_rpc("comb_fetch", args=request.where))
                 self._note_kept(await self.client.collective_rpc("comb_kept"))
             if tier is None:
-                tier = compiled(await greedy(self.client, request.prompt, request.salt, name, **request.parameters))
+                asked = greedy(self.client, request.prompt, request.salt, name, request.lora, **request.parameters)
+                tier = compiled(await asked)
         except EncoderError:
             raise
         except Exception as error:
@@ -175,10 +185,12 @@ class LocalCompiler(DocumentCompiler):
         self._generate, self._ask_workers = generate, ask_workers
         self._waiting: queue.SimpleQueue[tuple[DocumentPrompt, asyncio.Future[Encoded]] | None] = queue.SimpleQueue()
 
-    def submit(self, key: str, token_ids: Sequence[int], handle: PoolHandle) -> asyncio.Future[Encoded]:
+    def submit(
+        self, key: str, token_ids: Sequence[int], handle: PoolHandle, lora: str = ""
+    ) -> asyncio.Future[Encoded]:
         """Asks for one document, from the manager's loop."""
         future: asyncio.Future[Encoded] = asyncio.get_running_loop().create_future()
-        self._waiting.put((self.request(key, token_ids, handle, ""), future))
+        self._waiting.put((self.request(key, token_ids, handle, "", lora), future))
         return future
 
     def forget(self, key: str) -> None:
@@ -239,17 +251,20 @@ def _settle(future: asyncio.Future[Encoded], answer: Any, seconds: float) -> Non
         future.set_exception(error)
 
 
-async def greedy(client: Any, prompt: list[int], salt: str, name: str, **parameters: Any) -> Any:
+async def greedy(
+    client: Any, prompt: list[int], salt: str, name: str, lora: Any = None, /, **parameters: Any
+) -> Any:
     """The likeliest answer (vLLM's `CompletionOutput`), when it has ended, to a request of the server's own.
 
     Args:
         salt: of the prefix cache; empty for none.
-        name: of the request.
+        name: of the request. lora: vLLM's `LoRARequest`; None for none.
         parameters: of vLLM's `SamplingParams`.
     """
     from vllm import SamplingParams
     from vllm.inputs import tokens_input
 
     asked = tokens_input(prompt, cache_salt=salt or None)
-    outputs = [output async for output in client.generate(asked, SamplingParams(temperature=0, **parameters), name)]
+    sampling = SamplingParams(temperature=0, **parameters)
+    outputs = [output async for output in client.generate(asked, sampling, name, lora_request=lora)]
     return outputs[-1].outputs[0]

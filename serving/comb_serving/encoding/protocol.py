@@ -84,8 +84,14 @@ class Encoders(Protocol):
     async def identity(self) -> EncoderIdentity:
         """Waits for the first encoder. Raises EncoderError if none can be had."""
 
-    def submit(self, key: str, token_ids: Sequence[int], handle: PoolHandle) -> asyncio.Future[Encoded]:
-        """Asks for one document. The future ends when nobody writes to the handle's blocks any more."""
+    def submit(
+        self, key: str, token_ids: Sequence[int], handle: PoolHandle, lora: str = ""
+    ) -> asyncio.Future[Encoded]:
+        """Asks for one document. The future ends when nobody writes to the handle's blocks any more.
+
+        Args:
+            lora: name of vLLM's LoRA that it is compiled with; encoders have none.
+        """
 
     def forget(self, key: str) -> None:
         """Has a document deleted that may be kept beyond the pool; returns at once."""

@@ -81,11 +81,15 @@ class WaitQueue:
 
 @dataclass(frozen=True)
 class WantedDocument:
-    """A document of a request: its key (`PICManager.keys`), its token ids, and who asks."""
+    """A document of a request: its key (`PICManager.keys`), its token ids, who asks, and the LoRA it is compiled with.
+
+    Under another LoRA it has another key.
+    """
 
     key: str
     token_ids: tuple[int, ...]
     tenant: str = ""
+    lora: str = ""
 
 
 @dataclass(frozen=True)

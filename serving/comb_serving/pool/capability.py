@@ -34,6 +34,7 @@ class Capability:
             `COMPILE` for a prompt that is one document, to be kept; empty for a trained encoder's.
         spans: with a method, for each of `prompts` its documents' places, ``(start, tokens)``.
         found: whether these are segments that nobody has marked: what the prefix cache has of the prompt goes first.
+        lora: name of the LoRA that vLLM is to compute the request with; empty for none.
     """
 
     request_id: str
@@ -43,6 +44,7 @@ class Capability:
     method: str = ""
     spans: tuple[tuple[tuple[int, int], ...], ...] = ()
     found: bool = False
+    lora: str = ""
 
     def sign(self, secret: bytes) -> str:
         """As a request carries it."""
@@ -56,9 +58,9 @@ class Capability:
             token[:_DIGITS].encode(), _code(token[_DIGITS:], secret).encode()
         ):
             raise ValueError(f"{KEY} is not signed by this instance: send documents in the field 'documents'")
-        request_id, salt, documents, prompts, method, spans, found = json.loads(token[_DIGITS:])
+        request_id, salt, documents, prompts, method, spans, found, lora = json.loads(token[_DIGITS:])
         places = tuple(tuple((start, tokens) for start, tokens in row) for row in spans)
-        return cls(request_id, salt, tuple(documents), tuple(prompts), method, places, found)
+        return cls(request_id, salt, tuple(documents), tuple(prompts), method, places, found, lora)
 
     def check(self, request_id: str, salt: str | None, prompt: Sequence[int] | None) -> None:
         """Raises ValueError unless it was made for this request."""

@@ -119,8 +119,8 @@ def link_of(request: Any, layout: LinkingLayout, started: LinkMethod) -> Request
     capability, prompt = capability_of(token), request.prompt_token_ids
     if not capability.method:
         return None
-    if request.lora_request is not None:
-        raise ValueError("its documents were compiled without a LoRA")
+    if capability.lora != (lora := "" if request.lora_request is None else request.lora_request.lora_name):
+        raise ValueError(f"its documents are for LoRA {capability.lora!r}, and it is computed with {lora!r}")
     if request.skip_reading_prefix_cache:  # for log-probabilities of the prompt: vLLM would compute what is linked
         raise ValueError("it has documents linked and all of its prompt computed")
     spans = capability.spans_in(prompt)

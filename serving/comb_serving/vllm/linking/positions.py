@@ -17,6 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from vllm.forward_context import set_forward_context
+from vllm.lora.layers import LoRAMapping
 from vllm.model_executor.layers.attention.attention import Attention
 from vllm.model_executor.layers.attention.mla_attention import MLAAttention
 
@@ -76,6 +77,9 @@ def _keys(model: nn.Module, layers: dict[str, Any], positions: Tensor, vllm_conf
         layer.forward = partial(_catch, name, layer, caught)  # on this object alone, in front of its class's
     for layer in linear:
         layer.forward = _nothing
+    if (loras := getattr(model, "lora_manager", None)) is not None:
+        none = (0,) * len(positions)  # of them: what they add depends on no position
+        loras.set_adapter_mapping(LoRAMapping(none, none, is_prefill=True))
     try:
         with set_forward_context(None, vllm_config, num_tokens=len(positions), skip_compiled=True):
             model(input_ids=torch.ones_like(positions, dtype=torch.int32), positions=positions)

@@ -95,9 +95,13 @@ class LinkingScheduler(CheckedScheduler):
 
     def _add_seams(self, output: SchedulerOutput, tokens: int) -> None:
         """Rows for the seams of waiting requests, first come, first served, as far as tokens and rows allow."""
-        rows = self.max_num_running_reqs - len(self.running)
+        rows, loras = self.max_num_running_reqs - len(self.running), self._loras(output)
         # first those whose request is in this step
         for name, job in sorted(self.connector.jobs.items(), key=lambda item: not item[1].beside):
+            if (lora := job.request.lora_request) is not None and lora.lora_int_id not in loras:
+                if len(loras) == self.lora_config.max_loras:  # vLLM's, for the requests of a step
+                    continue
+                loras.add(lora.lora_int_id)
             while job.ranges and tokens > 0 and rows > 0:
                 start, end = job.ranges.popleft()
                 if (interior := job.interiors.pop(start, None)) is not None:
@@ -122,6 +126,11 @@ class LinkingScheduler(CheckedScheduler):
                 del self.connector.jobs[name]
                 if not job.beside:
                     self.finished_recving_kv_req_ids.add(name)  # its own first step comes behind this one
+
+    def _loras(self, output: SchedulerOutput) -> set[int]:
+        """Numbers of the LoRAs that requests of a step are computed with."""
+        found = (self.requests[name].lora_request for name in output.num_scheduled_tokens)
+        return {lora.lora_int_id for lora in found if lora is not None}
 
     def _look(self, name: str, job: SeamJob, start: int, end: int) -> LookCommand:
         link = self.connector.links[name]

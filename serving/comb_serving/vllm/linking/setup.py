@@ -107,8 +107,11 @@ def check_engine(vllm_config: Any) -> None:
                          f"{cache.cache_dtype}: leave it at auto")  # fmt: skip
     if model.is_encoder_decoder or model.is_multimodal_model or model.runner_type != "generate":
         raise ValueError("documents are linked in models that generate text from text alone")
-    if vllm_config.lora_config is not None:
-        raise ValueError("documents are linked without LoRA: each document would have other keys under each of them")
+    if vllm_config.lora_config is not None and (link_tokens_of(vllm_config) or method_of(vllm_config).states):
+        raise ValueError(
+            "documents are linked beside LoRA by methods of attention layers without an adapter's link tokens: those "
+            "were trained without LoRA, and hypic has not been tried with any"
+        )
     if model.enable_sleep_mode:
         raise ValueError("documents are linked without sleep mode: the pool would not sleep with the cache")
     check_no_transfer(vllm_config)
