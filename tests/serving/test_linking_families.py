@@ -70,7 +70,7 @@ def test_latent_attention_is_linked_as_in_the_library(tmp_path: Path) -> None:
         ("MistralConfig", {**WIDE, "sliding_window": 16}, {}, "SlidingWindowSpec"),
         ("GPT2Config", {"vocab_size": 128, "n_embd": 64, "n_layer": 2, "n_head": 2, "n_positions": 256}, {},
          "a document can't be moved"),
-        ("LlamaConfig", WIDE, {"kv_cache_dtype": "fp8"}, "kv_cache_dtype"),
+        ("LlamaConfig", WIDE, {"kv_cache_dtype": "fp8_per_token_head"}, "kv_cache_dtype"),
         ("DeepseekV2Config", LATENT, {"method": "focus:0.1", **IN_TORCH}, "can't be seen in vLLM's MLAAttention"),
     ],
     ids=["window", "learned positions", "fp8 cache", "a question's look at latents"],

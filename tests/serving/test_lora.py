@@ -1,4 +1,4 @@
-"""Documents beside LoRA: each is computed with its request's own, or with none, against the library over merged models."""
+"""Documents beside LoRA, computed with their request's own or with none, against the library over merged models."""
 
 from __future__ import annotations
 
@@ -159,7 +159,7 @@ def test_requests_name_their_lora_over_http(plugin: None, libraries: Any, tmp_pa
     """Documents that are sent, registered, and found in a prompt that names none."""
     loras = [f"{name}={lora(libraries, name).lora_path}" for name in ("warm", "cold")]
     options = ["--method", "legolink:4", "--comb-segments", "auto", "--comb-segment-tokens", "12", "--enable-lora",
-               "--max-loras", "3", "--max-lora-rank", "8", "--max-cpu-loras", "3", "--lora-modules", *loras]  # fmt: skip
+               "--max-loras", "3", "--max-lora-rank", "8", "--lora-modules", *loras]  # fmt: skip
     names = ("warm", "cold", "nano")
     with serve(CHECKPOINT, tmp_path / "s", *options) as server:
         assert server.request("POST", "/v1/documents", {"id": "ball", "text": TEXTS[2]})[0] == 200

@@ -70,9 +70,7 @@ class Audit:
         self._preprocessor.counters.count_audit(request.method.name, same, max(len(linked), len(full)))
 
 
-async def _tokens(
-    engine: Any, prompt: list[int], salt: str, lora: Any, extra: dict[str, Any] | None
-) -> list[int]:
+async def _tokens(engine: Any, prompt: list[int], salt: str, lora: Any, extra: dict[str, Any] | None) -> list[int]:
     """Token ids of the likeliest answer."""
     name = f"audit-{secrets.token_hex(8)}"
     answer = await greedy(engine, prompt, salt, name, lora, max_tokens=TOKENS, detokenize=False, extra_args=extra)

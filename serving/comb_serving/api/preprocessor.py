@@ -203,9 +203,7 @@ class Preprocessor:
             body = salted(body, tenant)
         else:
             body = salted(body, tenant, [segment.key for segment in segments] if linked else (), MARK)
-        request = PreprocessedRequest(
-            body, method, about, segments, kept=kept, lora=lora, compiled_with=compiled_with
-        )
+        request = PreprocessedRequest(body, method, about, segments, kept=kept, lora=lora, compiled_with=compiled_with)
         build = partial(self._built, path, request, listed, named, inside)
         prompts = len(body["prompt"]) if isinstance(body.get("prompt"), list) else 1
         room = None if self.max_tokens is None else self.max_tokens * prompts

@@ -129,9 +129,7 @@ class EngineCompiler(DocumentCompiler):
         states = self.client.output_processor.request_states.values()
         return not any(state.is_prefilling for state in states)
 
-    def submit(
-        self, key: str, token_ids: Sequence[int], handle: PoolHandle, lora: str = ""
-    ) -> asyncio.Future[Encoded]:
+    def submit(self, key: str, token_ids: Sequence[int], handle: PoolHandle, lora: str = "") -> asyncio.Future[Encoded]:
         """Asks for one document; a request that no longer wants it changes nothing for others that do."""
         return asyncio.get_running_loop().create_task(self._compile(key, token_ids, handle, lora))
 
@@ -185,9 +183,7 @@ class LocalCompiler(DocumentCompiler):
         self._generate, self._ask_workers = generate, ask_workers
         self._waiting: queue.SimpleQueue[tuple[DocumentPrompt, asyncio.Future[Encoded]] | None] = queue.SimpleQueue()
 
-    def submit(
-        self, key: str, token_ids: Sequence[int], handle: PoolHandle, lora: str = ""
-    ) -> asyncio.Future[Encoded]:
+    def submit(self, key: str, token_ids: Sequence[int], handle: PoolHandle, lora: str = "") -> asyncio.Future[Encoded]:
         """Asks for one document, from the manager's loop."""
         future: asyncio.Future[Encoded] = asyncio.get_running_loop().create_future()
         self._waiting.put((self.request(key, token_ids, handle, "", lora), future))
@@ -251,9 +247,7 @@ def _settle(future: asyncio.Future[Encoded], answer: Any, seconds: float) -> Non
         future.set_exception(error)
 
 
-async def greedy(
-    client: Any, prompt: list[int], salt: str, name: str, lora: Any = None, /, **parameters: Any
-) -> Any:
+async def greedy(client: Any, prompt: list[int], salt: str, name: str, lora: Any = None, /, **parameters: Any) -> Any:
     """The likeliest answer (vLLM's `CompletionOutput`), when it has ended, to a request of the server's own.
 
     Args:

@@ -84,9 +84,7 @@ class Encoders(Protocol):
     async def identity(self) -> EncoderIdentity:
         """Waits for the first encoder. Raises EncoderError if none can be had."""
 
-    def submit(
-        self, key: str, token_ids: Sequence[int], handle: PoolHandle, lora: str = ""
-    ) -> asyncio.Future[Encoded]:
+    def submit(self, key: str, token_ids: Sequence[int], handle: PoolHandle, lora: str = "") -> asyncio.Future[Encoded]:
         """Asks for one document. The future ends when nobody writes to the handle's blocks any more.
 
         Args:

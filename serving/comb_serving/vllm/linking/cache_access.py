@@ -7,6 +7,7 @@ scratch blocks through that writer and looked for. So packing, head order and st
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,10 +15,13 @@ import torch
 from torch import Tensor
 from vllm.model_executor.layers.attention.attention import Attention
 from vllm.model_executor.layers.attention.mla_attention import MLAAttention
+from vllm.platforms import current_platform
 
 from comb_serving.vllm.linking.scans import StateLayer, is_linear, state_layer
+from comb_serving.vllm.linking.setup import FP8
 
 _DIGIT = 128  # numbers that every dtype of a cache holds exactly
+_FP8_DIGIT = 8
 
 
 @dataclass(frozen=True)
@@ -42,6 +46,48 @@ class TokenShape:
         """Views of [T, width] as the two parts [T, *part]."""
         first, second = rows.split([math.prod(part) for part in self.parts], dim=-1)
         return first.unflatten(-1, self.parts[0]), second.unflatten(-1, self.parts[1])
+
+
+@dataclass(frozen=True)
+class TokenCodes:
+    """How a layer's cache writes numbers: as they are, or as bytes of fp8 times a scale.
+
+    Args:
+        dtype: of the model.
+        fp8: of the cache; None where that is the model's own.
+        scales: of keys and values (or MLA's two parts).
+    """
+
+    dtype: torch.dtype
+    fp8: torch.dtype | None = None
+    scales: tuple[float, float] = (1.0, 1.0)
+
+    @classmethod
+    def of(cls, layer: Any, dtype: torch.dtype) -> TokenCodes:
+        """Those of a layer, whose weights are loaded. Raises ValueError for another kind of cache."""
+        name = getattr(layer, "kv_cache_dtype", "auto")
+        if name not in FP8:
+            return cls(dtype)
+        if layer._k_scale.numel() != 1 or layer._v_scale.numel() != 1:
+            raise ValueError("documents are linked in an fp8 cache with one scale a layer, and this one has several")
+        fp8 = torch.float8_e5m2 if name == "fp8_e5m2" else current_platform.fp8_dtype()
+        return cls(dtype, fp8, (float(layer._k_scale), float(layer._v_scale)))
+
+    def numbers(self, parts: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
+        """What a cache's parts of tokens say, in the model's dtype."""
+        if self.fp8 is None:
+            return parts
+        first, second = (
+            (part.view(self.fp8).float() * scale).to(self.dtype) for part, scale in zip(parts, self.scales, strict=True)
+        )
+        return first, second
+
+    def codes(self, part: Tensor, place: int) -> Tensor:
+        """Numbers of the first part (0) or the second as the cache has them; what is beyond fp8 is its largest."""
+        if self.fp8 is None:
+            return part
+        largest = torch.finfo(self.fp8).max
+        return (part.float() / self.scales[place]).clamp(-largest, largest).to(self.fp8).view(torch.uint8)
 
 
 def cached_layers(vllm_config: Any, *, states: bool = False) -> dict[str, Any]:
@@ -109,24 +155,38 @@ class CacheReader:
 
     Args:
         block_size: tokens in a block of the cache.
+        codes: by layer.
     """
 
-    def __init__(self, block_size: int) -> None:
-        self.block_size = block_size
+    def __init__(self, block_size: int, codes: Mapping[Any, TokenCodes]) -> None:
+        self.block_size, self._codes = block_size, codes
         self._places: dict[tuple[Any, ...], tuple[Tensor, int]] = {}
 
     def read(self, layer: Any, slots: Tensor) -> Tensor:
-        """Tokens [T, width] of the slots [T]."""
+        """Tokens [T, width] of the slots [T], as the cache has them."""
+        blocks, where = self._where(layer, slots)
+        rows: Tensor = blocks[where]
+        return rows
+
+    def write_codes(self, layer: Any, rows: Tensor, slots: Tensor) -> None:
+        """Writes tokens [T, width], as the cache has them, to the slots [T].
+
+        A writer that is given numbers rounds them to fp8 in a way of its own; vLLM's for CPUs cuts them off.
+        """
+        blocks, where = self._where(layer, slots)
+        blocks[where] = rows
+
+    def _where(self, layer: Any, slots: Tensor) -> tuple[Tensor, tuple[Tensor, Tensor]]:
+        """A view of a layer's cache, and where in it the slots' numbers are [T, width]."""
         cache, (places, extent) = layer.kv_cache, self._places_of(layer)
         blocks = cache.as_strided((cache.shape[0], extent), (cache.stride(0), 1))
-        rows: Tensor = blocks[(slots // self.block_size)[:, None], places[slots % self.block_size]]
-        return rows
+        return blocks, ((slots // self.block_size)[:, None], places[slots % self.block_size])
 
     def _places_of(self, layer: Any) -> tuple[Tensor, int]:
         """Where in a block's memory each number of a token lies [block_size, width], and how far they reach.
 
         Raises:
-            ValueError: if the backend doesn't keep what it is given, as with a quantised cache.
+            ValueError: if the backend doesn't keep what it is given.
         """
         cache, shape = layer.kv_cache, token_shape(layer)
         alike = (type(layer.impl), tuple(cache.shape[1:]), cache.stride(), cache.dtype, shape)
@@ -142,13 +202,17 @@ class CacheReader:
         slots = torch.arange(self.block_size, 2 * self.block_size, device=cache.device)
         size = cache.stride(0)
         found = torch.zeros(size, dtype=torch.long, device=cache.device)
-        scale = 1
-        while scale <= count:  # digit by digit
+        codes, place = self._codes[layer], 1
+        base = _DIGIT if codes.fp8 is None else _FP8_DIGIT
+        while place <= count:  # digit by digit
             memory = torch.zeros(2 * size, dtype=cache.dtype, device=cache.device)
             scratch = memory.as_strided((2, *cache.shape[1:]), cache.stride())
-            write(layer, *shape.split((numbers // scale % _DIGIT).to(cache.dtype)), slots, scratch)
-            found += memory[size:].long() * scale
-            scale *= _DIGIT
+            parts = shape.split(numbers // place % base)
+            first, second = ((part * scale).to(codes.dtype) for part, scale in zip(parts, codes.scales, strict=True))
+            write(layer, first, second, slots, scratch)
+            written = memory[size:] if codes.fp8 is None else memory[size:].view(codes.fp8).float().round()
+            found += written.long() * place
+            place *= base
         places = found.nonzero().flatten()
         if len(places) != count or not torch.equal(found[places].sort().values, numbers.flatten()):
             raise ValueError(f"{type(layer.impl).__name__} doesn't keep keys and values as it gets them")

@@ -16,7 +16,14 @@ from torch import Tensor
 
 from comb.linktokens.front import FrontKeyValues
 from comb_serving.pool.capability import PoolHandle
-from comb_serving.vllm.linking.cache_access import CacheReader, cached_layers, linear_layers, token_shape, write
+from comb_serving.vllm.linking.cache_access import (
+    CacheReader,
+    TokenCodes,
+    cached_layers,
+    linear_layers,
+    token_shape,
+    write,
+)
 from comb_serving.vllm.linking.commands import Blocks, LinkingMetadata, LoadCommand, SaveCommand
 from comb_serving.vllm.linking.looks import QueryLooks
 from comb_serving.vllm.linking.positions import KeyPositions, find_positions
@@ -39,7 +46,7 @@ class DocumentPool:
         questions: whether what questions look at is to be heard.
 
     Attributes:
-        rows: [slots, width of all layers], a token's in the order of the layers.
+        rows: [slots, width of all layers], a token's in the order of the layers, as vLLM's cache has them.
 
     Raises:
         OSError: if there is no room for it.
@@ -61,12 +68,16 @@ class DocumentPool:
     ) -> None:
         self.layers, self.positions, self.states = layers, positions, states
         self.num_blocks, self.block_size, self.device = num_blocks, block_size, device
+        self.codes = {layer: TokenCodes.of(layer, dtype) for layer in layers.values()}
         self.columns: dict[str, slice] = {}  # of each layer
-        width = 0
+        width, quantised = 0, {codes.fp8 is not None for codes in self.codes.values()}
+        if len(quantised) > 1:
+            raise ValueError("documents are linked in caches of one dtype, not with some layers in fp8")
         for name, layer in layers.items():
             self.columns[name] = slice(width, width := width + token_shape(layer).width)
         try:
-            self.rows = torch.empty(num_blocks * block_size + front_tokens, width, dtype=dtype, device=device)
+            stored = torch.uint8 if True in quantised else dtype
+            self.rows = torch.empty(num_blocks * block_size + front_tokens, width, dtype=stored, device=device)
         except (RuntimeError, torch.OutOfMemoryError) as error:
             raise OSError(
                 f"no room for a pool of {num_blocks} blocks of {block_size} tokens on {device}: make "
@@ -92,7 +103,8 @@ class DocumentPool:
         dtype = vllm_config.model_config.dtype
         positions = find_positions(model, layers, vllm_config)
         width = sum(token_shape(layer).width for layer in layers.values())
-        size = width * dtype.itemsize * block_size * ranks
+        fp8 = any(TokenCodes.of(layer, dtype).fp8 is not None for layer in layers.values())
+        size = width * (1 if fp8 else dtype.itemsize) * block_size * ranks
         if total_bytes < size:
             raise ValueError(f"a pool of {total_bytes} bytes is less than one block of {block_size} tokens, {size}")
         device, blocks = next(model.parameters()).device, total_bytes // size
@@ -124,7 +136,7 @@ class DocumentPool:
         rows = self.rows[self.num_blocks * self.block_size :]
         for (name, layer), pair in zip(self.layers.items(), front, strict=True):
             shape = token_shape(layer)
-            for mine, given in zip(shape.split(rows[:, self.columns[name]]), pair, strict=True):
+            for place, (mine, given) in enumerate(zip(shape.split(rows[:, self.columns[name]]), pair, strict=True)):
                 # fewer heads than ranks are had by several of them
                 heads, first = mine.shape[1], rank * len(given) // ranks
                 part = given[first : first + heads].transpose(0, 1)
@@ -133,12 +145,18 @@ class DocumentPool:
                         f"{name} caches {list(mine.shape[1:])} numbers a token on each of {ranks} ranks, and the "
                         f"adapter's link tokens have {[len(given), given.shape[2]]}: they can't be linked in vLLM"
                     )
-                mine.copy_(part)
+                mine.copy_(self.codes[layer].codes(part, place))
 
     def front_digest(self) -> str:
         """Of this rank's link tokens, as a part of documents' keys; empty where it has none."""
         rows = self.rows[self.num_blocks * self.block_size :].cpu()
         return f"+{sha256(rows.view(torch.uint8).numpy().tobytes()).hexdigest()[:16]}" if len(rows) else ""
+
+    @property
+    def dtype_name(self) -> str:
+        """Of what it holds: the model's, or vLLM's name for an fp8 cache."""
+        layer, codes = next(iter(self.codes.items()))
+        return str(codes.dtype).removeprefix("torch.") if codes.fp8 is None else str(layer.kv_cache_dtype)
 
     @property
     def bytes_per_token(self) -> int:
@@ -157,7 +175,7 @@ class DocumentPool:
         for name, layer in self.layers.items():
             size = groups[numbers[name]].kv_cache_spec.block_size
             self._places[name] = numbers[name], size
-            self._readers.setdefault(size, CacheReader(size))
+            self._readers.setdefault(size, CacheReader(size, self.codes))
             self._readers[size].read(layer, torch.zeros(1, dtype=torch.long, device=self.device))
         if self.states is not None:
             self.states.attach(numbers)
@@ -244,15 +262,22 @@ class DocumentPool:
             if (place := self._places[name]) not in targets:  # layers of a group have the same
                 slots = [self._cache_slots(name, load.blocks, load.start, load.end) for load in commands]
                 targets[place] = torch.cat(slots)
-            shape = token_shape(layer)
-            parts = shape.split(self.rows[:, self.columns[name]].index_select(0, source))  # rows at once, not numbers
-            turn.apply(parts[shape.rotated], self.positions.layers[name])
-            write(layer, parts[0], parts[1], targets[place])
+            shape, codes = token_shape(layer), self.codes[layer]
+            rows = self.rows[:, self.columns[name]].index_select(0, source)  # rows at once, not numbers
+            parts = shape.split(rows)
+            keys = codes.numbers(parts)[shape.rotated]
+            turn.apply(keys, self.positions.layers[name])
+            if codes.fp8 is None:
+                write(layer, parts[0], parts[1], targets[place])
+            else:
+                parts[shape.rotated].copy_(codes.codes(keys, shape.rotated))
+                self._readers[place[1]].write_codes(layer, rows, targets[place])
 
     def _cached_keys(self, name: str, slots: Tensor) -> Tensor:
         """In vLLM's cache [T, heads, dim]."""
         layer, shape = self.layers[name], token_shape(self.layers[name])
-        return shape.split(self._readers[self._places[name][1]].read(layer, slots))[shape.rotated]
+        read = self._readers[self._places[name][1]].read(layer, slots)
+        return self.codes[layer].numbers(shape.split(read))[shape.rotated]
 
     def _read_states(self, handle: PoolHandle) -> Tensor:
         """A copy of a document's bytes behind its tokens."""

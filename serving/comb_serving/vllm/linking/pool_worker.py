@@ -83,7 +83,7 @@ class PoolWorker(FixedWeights):
             block_size=pool.block_size,
             bytes_per_token=pool.bytes_per_token,
             fingerprint=weights_fingerprint(model, settings=False) + pool.front_digest(),
-            dtype=str(config.dtype).removeprefix("torch."),
+            dtype=pool.dtype_name,
             max_document_tokens=config.max_model_len - 1,  # one token has to be sampled, if nobody sees it
             vocab_size=config.get_vocab_size(),
             front=tuple(front_of(self.vllm_config)),

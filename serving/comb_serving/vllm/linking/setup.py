@@ -23,6 +23,7 @@ CONNECTOR_MODULE = "comb_serving.vllm.linking.connector"
 SCHEDULER = "comb_serving.vllm.linking.scheduler.make_scheduler"
 WORKER = "comb_serving.vllm.linking.pool_worker.LinkingWorker"
 
+FP8 = ("fp8", "fp8_e4m3", "fp8_e5m2")  # caches of vLLM's where a scale of the layer times a byte is a number
 LEAST_TOKENS = 8  # in a step: interiors are never computed token by token
 
 
@@ -103,8 +104,12 @@ def check_engine(vllm_config: Any) -> None:
     if vllm_config.speculative_config is not None:
         raise ValueError("documents are linked without speculative decoding, which has not been tried with them")
     if not cache.cache_dtype.startswith(("auto", "float", "bfloat")):
-        raise ValueError(f"documents are linked in a KV cache of the model's own dtype, not kv_cache_dtype "
-                         f"{cache.cache_dtype}: leave it at auto")  # fmt: skip
+        odd = " beside latent or linear attention" * bool(model.use_mla or method_of(vllm_config).states)
+        if cache.cache_dtype not in FP8 or odd:
+            raise ValueError(
+                "documents are linked in a KV cache of the model's own dtype or in fp8, not with kv_cache_dtype "
+                f"{cache.cache_dtype}{odd}: leave it at auto"
+            )
     if model.is_encoder_decoder or model.is_multimodal_model or model.runner_type != "generate":
         raise ValueError("documents are linked in models that generate text from text alone")
     if vllm_config.lora_config is not None and (link_tokens_of(vllm_config) or method_of(vllm_config).states):
