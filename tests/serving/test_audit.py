@@ -28,7 +28,7 @@ class Engine:
     def __init__(self, reason: str = "stop") -> None:
         self.reason, self.gate, self.salts = reason, asyncio.Event(), list[Any]()
 
-    async def generate(self, prompt: Any, parameters: Any, request_id: str) -> AsyncIterator[Any]:
+    async def generate(self, prompt: Any, parameters: Any, request_id: str, lora_request: Any) -> AsyncIterator[Any]:
         await self.gate.wait()
         token = (parameters.extra_args or {}).get(KEY)
         self.salts.append(prompt.get("cache_salt"))

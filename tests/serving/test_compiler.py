@@ -39,7 +39,7 @@ class Client:
         self.asked: list[Any] = []
         self.gone = 0
 
-    async def generate(self, prompt: Any, parameters: Any, request_id: str) -> AsyncIterator[Any]:
+    async def generate(self, prompt: Any, parameters: Any, request_id: str, lora_request: Any) -> AsyncIterator[Any]:
         self.asked.append((prompt, parameters, request_id))
         try:
             await self.gate.wait()

@@ -37,7 +37,7 @@ class Engine:
         self.blind = blind
         self.more, self.sender, self.noise, self.links, self.ends, self.asked = more, sender, noise, links, ends, 0
 
-    async def generate(self, prompt: Any, parameters: Any, request_id: str) -> AsyncIterator[Any]:
+    async def generate(self, prompt: Any, parameters: Any, request_id: str, lora_request: Any) -> AsyncIterator[Any]:
         self.asked += 1
         ids, token, read = prompt["prompt_token_ids"], (parameters.extra_args or {}).get(KEY), False
         if token is not None:
