@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -62,8 +61,7 @@ class LinkedEngine:
         self.layout = LinkingLayout.read(self.folder)
         self.secret = read_secret(self.folder)
         self.receiver = ReportReceiver(self.folder)
-        self._number = itertools.count()
-        self._free = list(range(self.layout.num_blocks))[::-2]  # they lie scattered
+        self.forget()
         preempt = getattr(self.scheduler, "_preempt_request", None)
 
         def counted(*arguments: Any, **options: Any) -> Any:
@@ -71,6 +69,11 @@ class LinkedEngine:
             return preempt(*arguments, **options)
 
         self.scheduler._preempt_request = counted
+
+    def forget(self) -> None:
+        """Documents are compiled anew."""
+        self.handles.clear()
+        self._free = list(range(self.layout.num_blocks))[::-2]  # they lie scattered
 
     def behind(self, rule: str) -> str:
         """A rule of selection behind the front that this engine's documents have."""

@@ -40,12 +40,16 @@ CHUNKS: dict[str, Any] = {"max_num_batched_tokens": 16, "max_num_seqs": 3}
         ("falcon_h1", "float32", "hypic:4,front=prose", CHUNKS),
         ("qwen3_next", "bfloat16", "hypic:4", CHUNKS),
         ("qwen3_next", "bfloat16", "hypic:4,front=prose", {}),
+        ("falcon_h1", "float32", "hypic:8", {"tensor_parallel_size": 2}),
+        ("qwen3_next", "bfloat16", "hypic:4", {"tensor_parallel_size": 2, **CHUNKS}),
     ],
 )
 def test_a_hybrid_is_linked_as_in_the_library(
     family: str, dtype: str, method: str, options: dict[str, Any], tmp_path: Path
 ) -> None:
-    model = tiny_model(family, tmp_path)
+    ranks = options.get("tensor_parallel_size", 1)
+    changes = {f"linear_num_{each}_heads": 2 * count for each, count in (("key", 1), ("value", 2))}
+    model = tiny_model(family, tmp_path, **(changes if ranks > 1 and family == "qwen3_next" else {}))
     said = ask_hybrid(tmp_path, method, dtype=dtype, **options)
     bound = NOISE[dtype]
     full = [library(model, "full", prompt) for prompt in PROMPTS]
@@ -67,7 +71,8 @@ def test_a_hybrid_is_linked_as_in_the_library(
     for number, prompt in enumerate(PROMPTS):
         if len(prompt.names) > 1 or "front" not in method:
             assert (error(said["linked"][number], full[number]) > bound) == (len(prompt.names) > 1)
-        assert error(said["without transitions"][number], expected[number]) > 3 * bound
+        if ranks == 1:
+            assert error(said["without transitions"][number], expected[number]) > 3 * bound
     layout = LinkingLayout(1, 16, 1, "", dtype, 1, 1, columns=3)
     for prompt, (linked, computed) in zip(PROMPTS, said["reports"], strict=True):
         ids, spans = prompt.built(documents())
@@ -257,14 +262,13 @@ def test_other_linear_layers_are_refused_by_name() -> None:
 @pytest.mark.parametrize(
     ("part", "name", "value"),
     [("cache_config", "enable_prefix_caching", True), ("cache_config", "mamba_cache_mode", "align"),
-     ("parallel_config", "tensor_parallel_size", 2), ("scheduler_config", "max_num_batched_tokens", 7)],
+     ("scheduler_config", "max_num_batched_tokens", 7)],
 )  # fmt: skip
 def test_engines_that_cant_link_states_are_refused(part: str, name: str, value: Any) -> None:
     pytest.importorskip("vllm")
     from comb_serving.vllm.linking.setup import check_states
 
     config: Any = SimpleNamespace(
-        parallel_config=SimpleNamespace(tensor_parallel_size=1),
         cache_config=SimpleNamespace(enable_prefix_caching=False, mamba_cache_mode="none"),
         scheduler_config=SimpleNamespace(max_num_batched_tokens=8),
     )

@@ -140,8 +140,6 @@ def check_states(vllm_config: Any) -> None:
     """Raises ValueError for what the states of linear layers aren't linked with."""
     if vllm_config.cache_config.enable_prefix_caching or vllm_config.cache_config.mamba_cache_mode != "none":
         raise ValueError("hypic links states without vLLM's prefix cache: leave --enable-prefix-caching away")
-    if vllm_config.parallel_config.tensor_parallel_size > 1:
-        raise ValueError("hypic links states with tensor_parallel_size 1: more has not been tried")
     if (tokens := vllm_config.scheduler_config.max_num_batched_tokens) < LEAST_TOKENS:
         raise ValueError(f"hypic links states with max_num_batched_tokens of at least {LEAST_TOKENS}, not {tokens}")
 
