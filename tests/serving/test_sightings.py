@@ -67,7 +67,7 @@ async def test_a_server_that_is_never_idle_compiles_one_at_the_end_of_each_answe
             seen.note(document)
         await settled()
         assert not found.encoders.asked
-        for asked in ([one.key], [one.key, other.key]):
+        for asked in ([other.key], [other.key, one.key]):  # seen last, compiled first
             with seen.answering():
                 pass
             await settled()
@@ -78,8 +78,8 @@ async def test_a_server_that_is_never_idle_compiles_one_at_the_end_of_each_answe
 async def test_as_many_are_compiled_at_once_as_nobody_waits_long_for() -> None:
     found = server()
     seen = sightings_of(found, spare=True)
-    documents = await wanted(found, (5, 6, 7), (8, 9), (10, 11), (12, 13, 14), (15, 16))
-    documents += await wanted(found, (17,), tenant="other")
+    documents = await wanted(found, (17,), tenant="other")
+    documents += await wanted(found, (15, 16), (12, 13, 14), (10, 11), (8, 9), (5, 6, 7))
 
     async def after_an_answer(tokens_per_second: float) -> list[str]:
         before = len(found.encoders.asked)
@@ -89,7 +89,7 @@ async def test_as_many_are_compiled_at_once_as_nobody_waits_long_for() -> None:
         await settled()
         return found.encoders.asked[before:]
 
-    keys = [document.key for document in documents]
+    keys = [document.key for document in reversed(documents)]
     with seen.answering():
         for document in documents * 2:
             seen.note(document)
@@ -98,6 +98,27 @@ async def test_as_many_are_compiled_at_once_as_nobody_waits_long_for() -> None:
         assert await after_an_answer(40.0) == keys[1:3]  # four tokens in a tenth of a second
         assert await after_an_answer(1e6) == keys[3:5]
         assert await after_an_answer(1e6) == keys[5:]  # a tenant's own
+    found.check_idle()
+
+
+async def test_where_somebody_always_waits_a_share_of_what_they_cost_is_spent_on_them() -> None:
+    found = server()
+    seen = sightings_of(found, spare=False)
+    one, other = await wanted(found, (5, 6, 7), (8, 9))
+    with seen.answering():
+        for sight in range(2, 40):
+            for document in (one, other):
+                seen.note(document)
+            with seen.answering():
+                pass
+            await settled()
+            spent = sum(3 if key == one.key else 2 for key in found.encoders.asked)
+            assert spent <= sightings.SHARE * (sight - 1) * 5 + 1e-9
+            if found.encoders.asked:
+                break
+        assert found.encoders.asked == [other.key]
+        assert sight == 9  # eight times five tokens seen, of which a twentieth are its two
+    await settled()
     found.check_idle()
 
 

@@ -23,6 +23,7 @@ logger = logging.getLogger(__name__)
 REMEMBERED = 65_536
 SIGHTS = 2  # of a segment until it is compiled
 PATIENCE = 0.1  # seconds that somebody may wait for segments of others, if more than one is compiled
+SHARE, MOST = 0.05, 2048  # of the tokens that are computed of segments where something always waits; so many at once
 
 
 class Sightings:
@@ -30,7 +31,8 @@ class Sightings:
 
     They are compiled while no request is open, and some at the end of each answer where others are, so that a server
     that is never idle comes to them too. How many at once goes by the tokens that were compiled in a second before:
-    who asks meanwhile waits for `PATIENCE`, or for one segment.
+    who asks meanwhile waits for `PATIENCE`, or for one segment. Where there is always somebody who waits for a first
+    token, they are compiled behind those who wait: `SHARE` of what segments that weren't there have cost.
 
     Args:
         finder: of segments in prompts.
@@ -43,16 +45,18 @@ class Sightings:
         self._seen: OrderedDict[str, int] = OrderedDict()
         self._wanted: OrderedDict[str, WantedDocument] = OrderedDict()
         self._answering = 0
-        self._tokens_per_second = 0.0
+        self._tokens_per_second = self._credit = 0.0
         self._task: asyncio.Task[None] | None = None
 
     def note(self, document: WantedDocument) -> None:
         """One more sight of a segment that isn't in the pool."""
+        self._credit = min(self._credit + SHARE * len(document.token_ids), MOST)
         count = self._seen[document.key] = self._seen.pop(document.key, 0) + 1
         if len(self._seen) > REMEMBERED:
             self._seen.popitem(last=False)
         if count >= SIGHTS:
             self._wanted[document.key] = document
+            self._wanted.move_to_end(document.key)
             if len(self._wanted) > REMEMBERED:
                 self._wanted.popitem(last=False)
             self._go_on()
@@ -74,23 +78,34 @@ class Sightings:
             self._task.cancel()
 
     def _go_on(self, *, beside: bool = False) -> None:
-        if self._task is None and self._wanted and (not self._answering or (beside and self._spare())):
+        if self._task is None and self._wanted and (not self._answering or (beside and self._room() > 0)):
             self._task = asyncio.get_running_loop().create_task(self._compile())
+
+    def _room(self) -> float:
+        """Tokens that may be compiled now; 0: not even one segment."""
+        if not self._answering or self._spare():
+            return max(self._tokens_per_second * PATIENCE, 1)
+        return self._credit if self._credit >= len(next(reversed(self._wanted.values())).token_ids) else 0
 
     async def _compile(self) -> None:
         try:
-            while self._wanted:
-                await self._compile_some(self._next())
+            while self._wanted and (room := self._room()) > 0:
+                documents = self._next(room)
+                self._credit = max(0.0, self._credit - sum(len(document.token_ids) for document in documents))
+                await self._compile_some(documents)
                 if self._answering:
                     break
         finally:
             self._task = None
 
-    def _next(self) -> list[WantedDocument]:
-        """The first one, and as many of its tenant behind it as are compiled with it in time."""
-        room, documents = self._tokens_per_second * PATIENCE, list[WantedDocument]()
+    def _next(self, room: float) -> list[WantedDocument]:
+        """The one that was seen last, and as many of its tenant before it as are compiled with it in time.
+
+        A server that comes to few of them comes to those that prompts bring now.
+        """
+        documents = list[WantedDocument]()
         while self._wanted:
-            document = next(iter(self._wanted.values()))
+            document = next(reversed(self._wanted.values()))
             room -= len(document.token_ids)
             if documents and (room < 0 or document.tenant != documents[0].tenant):  # a lease is one tenant's
                 break
