@@ -33,7 +33,9 @@ class FakeEncoders:
     async def identity(self) -> EncoderIdentity:
         return self.known
 
-    def submit(self, key: str, token_ids: Sequence[int], handle: PoolHandle, lora: str = "") -> asyncio.Future[Encoded]:
+    def submit(
+        self, key: str, token_ids: Sequence[int], handle: PoolHandle, lora: str = "", *, exact: bool = False
+    ) -> asyncio.Future[Encoded]:
         assert len(token_ids) == handle.tokens
         future: asyncio.Future[Encoded] = asyncio.get_running_loop().create_future()
         self.asked.append(key)

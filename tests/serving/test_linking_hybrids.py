@@ -20,7 +20,8 @@ from comb_serving.linking.plan import plan_interiors
 from comb_serving.pool.capability import PoolHandle, pack, unpack
 from tests.helpers.linked import largest_difference
 from tests.helpers.linked_hybrid import PROMPTS, ask_hybrid, documents, error, library, tiny_model
-from tests.helpers.served import TEXTS, serve
+from tests.helpers.processes import wait_for
+from tests.helpers.served import TEXTS, logprobs, serve
 from tests.helpers.tiny_engine import TEMPLATE, make_tokenizer
 
 pytestmark = [pytest.mark.vllm, pytest.mark.usefixtures("plugin")]
@@ -119,6 +120,42 @@ def test_a_hybrid_is_served(tmp_path: Path) -> None:
         refused, error = server.chat(TEXTS, comb={"method": "legolink:4"})
         assert refused == 400
         assert "ask for hypic:4 or full" in error["error"]["message"]
+        server.wait_until_idle()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("method", ["hypic:4", "hypic:4,front=prose"])
+def test_what_stands_in_front_of_documents_is_kept_with_its_states(method: str, tmp_path: Path) -> None:
+    """Exactly: the answer is that of a server which has computed it."""
+    model = tmp_path / "model"
+    tiny_model("falcon_h1", model, vocab_size=259, max_position_embeddings=2048)
+    make_tokenizer(template=TEMPLATE).save_pretrained(model)
+    system = {"role": "system", "content": "You are told where everybody is, and answer in a few words. " * 2}
+
+    def asked(question: str, texts: list[str], **more: Any) -> dict[str, Any]:
+        messages = [system, {"role": "user", "content": question}]
+        return {"messages": messages, "documents": texts, "max_tokens": 6, "ignore_eos": True, **more}
+
+    with serve(model, tmp_path, "--method", method, "--max-model-len", "2048", pool="16MiB") as server:
+
+        def logs(*given: Any, **more: Any) -> tuple[int, list[float]]:
+            answer = server.chat(**asked(*given, **more))
+            return answer[1]["comb"].get("head_tokens", 0), logprobs(answer)
+
+        cases = [("Where is Ada?", TEXTS), ("Who has the ball?", TEXTS[::-1]), ("Where?", [TEXTS[0][:6]])]
+        before = [logs(*case) for case in cases[:2]]
+        assert [head for head, _ in before] == [0, 0]
+        wait_for(lambda: logs("Where is Bob?", TEXTS)[0] > 0)
+        for case, (_, expected) in zip(cases, before, strict=False):
+            head, found = logs(*case)
+            assert head > len(system["content"])
+            assert found == pytest.approx(expected, abs=1e-4)
+        # a document without an interior: the beginning is all that is there
+        head, found = logs(*cases[2])
+        assert head > len(system["content"])
+        assert found == pytest.approx(logs(*cases[2], comb={"method": "full"})[1], abs=1e-4)
+        assert logs("Where is Ada?", TEXTS, comb={"method": "full"})[1] != pytest.approx(before[0][1], abs=1e-3)
+        assert logs(*cases[0], key="bob")[0] == 0  # nobody else's
         server.wait_until_idle()
 
 

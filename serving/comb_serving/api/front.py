@@ -66,6 +66,9 @@ class ServerFront:
             reports = None if options.method is None else ReportReceiver(folder)
         builder = PromptBuilder(tokenizer_of(options), chat_template_kwargs=options.chat_template_kwargs)
         sightings = None
+        if isinstance(encoders, EngineCompiler) and encoders.method.states:
+            assert manager is not None
+            sightings = Sightings(manager, None, encoders.spare)  # of what is in front of documents
         if options.segments == "auto":
             assert manager is not None
             assert isinstance(encoders, EngineCompiler)  # `check_start` lets nobody else ask for it

@@ -291,6 +291,7 @@ class CombMiddleware:
                     prepared = entry.prepared = preprocessor.inlined(prepared)
                 else:
                     preprocessor.keep(prepared, entry.tenant)
+                    preprocessor.take_head(prepared, lease)
             body = prepared.body
             if prepared.needs_capability:
                 token = prepared.signed(lease, entry.id, self.secret)

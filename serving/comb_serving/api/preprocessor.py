@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import copy
+import hashlib
 import logging
 import threading
 from collections.abc import Callable, Mapping, Sequence
@@ -44,6 +45,7 @@ from comb_serving.api.routes import COMPLETIONS, RESPONSES
 from comb_serving.config.serve_options import ServeOptions
 from comb_serving.config.tenants import prefix_salt
 from comb_serving.encoding.loras import Loras
+from comb_serving.encoding.protocol import EncoderError
 from comb_serving.linking.methods import LinkMethod
 from comb_serving.linking.plan import Range
 from comb_serving.manager.counters import Counters
@@ -57,6 +59,7 @@ logger = logging.getLogger(__name__)
 Result = TypeVar("Result")
 Gone = Callable[[], bool]  # whether nobody waits for a result any more
 
+LEAST_HEAD = 64  # tokens in front of documents that are worth being kept
 PROMPT_IDS = "prompt_token_ids"  # in kv_transfer_params: vLLM takes these ids and renders no template
 
 
@@ -74,6 +77,7 @@ class PreprocessedRequest:
         unlinked: of a request without documents, whose segments were found: the body for where none is linked.
         kept: seconds that the client asks some of its documents to be kept, by their ids.
         lora: name of the LoRA that it is computed with. compiled_with: and its documents.
+        head: of a hybrid, the beginning of its prompt that is worth being kept.
     """
 
     body: dict[str, Any]
@@ -86,6 +90,7 @@ class PreprocessedRequest:
     kept: Mapping[str, float] = field(default_factory=dict)
     lora: str = ""
     compiled_with: str = ""
+    head: WantedDocument | None = None
 
     @property
     def linked(self) -> bool:
@@ -110,11 +115,13 @@ class PreprocessedRequest:
 
     def signed(self, lease: Lease | None, request_id: str, secret: bytes) -> str:
         """The capability of this request; `lease` where its documents are linked."""
-        places = () if lease is None else tuple(pack(lease.handles))
+        head = None if lease is None else lease.head
+        places = () if lease is None else tuple(pack([*([] if head is None else [head]), *lease.handles]))
         digests = tuple(map(digest, self.prompts))
         method = self.method.name if self.spans else ""
         found = self.unlinked is not None
-        stated = Capability(request_id, self.salt, places, digests, method, self.spans, found, self.lora)
+        tokens = 0 if head is None else head.tokens
+        stated = Capability(request_id, self.salt, places, digests, method, self.spans, found, self.lora, tokens)
         return stated.sign(secret)
 
 
@@ -208,7 +215,27 @@ class Preprocessor:
         prompts = len(body["prompt"]) if isinstance(body.get("prompt"), list) else 1
         room = None if self.max_tokens is None else self.max_tokens * prompts
         request = await self._aside(list(texts_of(body)), room, build)
-        return request if linked else self.inlined(request)
+        return await self._with_head(request, tenant) if linked else self.inlined(request)
+
+    async def _with_head(self, request: PreprocessedRequest, tenant: str) -> PreprocessedRequest:
+        """With the beginning of a hybrid's prompt, which no prefix cache keeps beside documents, where that is long."""
+        start = request.spans[0][0][0] if len(request.spans) == 1 and request.spans[0] else 0
+        if self.sightings is None or not request.method.states or start < LEAST_HEAD:
+            return request
+        ids = tuple(request.prompts[0][:start])
+        try:
+            (key,) = await self.keys([ids], tenant, True)
+        except (RequestError, EncoderError):  # longer than a document may be
+            return request
+        return replace(request, head=WantedDocument(exact_key(key), ids, tenant, exact=True))
+
+    def take_head(self, request: PreprocessedRequest, lease: Lease) -> None:
+        """Adds the beginning of its prompt to a request's lease, if it is in the pool; notes it if it isn't."""
+        if request.head is None or self.manager is None or self.sightings is None:
+            return
+        lease.take_head(self.manager.hold([request.head]))
+        if lease.head is None:
+            self.sightings.note(request.head)
 
     async def _written(
         self, path: str, body: dict[str, Any], tenant: str, linked: bool
@@ -245,6 +272,7 @@ class Preprocessor:
         """
         assert self.sightings is not None
         finder = self.sightings.finder
+        assert finder is not None
 
         def cut(builder: PromptBuilder, gone: Gone) -> tuple[PreprocessedRequest, list[Range]]:
             built = self._built(path, plain, [], References(), {}, builder, gone)
@@ -509,6 +537,11 @@ def salted(body: dict[str, Any], tenant: str, keys: Sequence[str] = (), mark: st
         raise RequestError(400, f"cache_salt is a text, not {type(salt).__name__}", param="cache_salt")
     made = prefix_salt(tenant, keys, salt or None)
     return {**body, "cache_salt": f"{mark}{made or ''}"} if mark or made else body
+
+
+def exact_key(key: str) -> str:
+    """Of the same tokens as a prompt's beginning."""
+    return hashlib.sha256(f"{key} exact".encode()).hexdigest()
 
 
 def wanted(segment: KeyedSegment, tenant: str, lora: str = "") -> WantedDocument:

@@ -96,12 +96,14 @@ class DocumentCompiler:
         return EncoderIdentity(layout.fingerprint, layout.dtype, longest, layout.vocab_size, compiled)
 
     def request(
-        self, key: str, token_ids: Sequence[int], handle: PoolHandle, request_id: str, lora: str
+        self, key: str, token_ids: Sequence[int], handle: PoolHandle, request_id: str, lora: str, *, exact: bool
     ) -> DocumentPrompt:
         """One document; `request_id` is empty where the engine alone chooses it."""
-        prompt = [*self.front, *token_ids]
-        spans = (((len(self.front), len(token_ids)),),)
-        said = Capability(request_id, key, tuple(pack([handle])), (digest(prompt),), COMPILE, spans, lora=lora)
+        front = () if exact else self.front
+        prompt = [*front, *token_ids]
+        spans = (((len(front), len(token_ids)),),)
+        more: dict[str, Any] = {"lora": lora, "head": len(prompt) if exact else 0}
+        said = Capability(request_id, key, tuple(pack([handle])), (digest(prompt),), COMPILE, spans, **more)
         return DocumentPrompt(prompt, key, said.sign(self._secret), handle, self.loras.get(lora))
 
 
@@ -129,9 +131,13 @@ class EngineCompiler(DocumentCompiler):
         states = self.client.output_processor.request_states.values()
         return not any(state.is_prefilling for state in states)
 
-    def submit(self, key: str, token_ids: Sequence[int], handle: PoolHandle, lora: str = "") -> asyncio.Future[Encoded]:
+    def submit(
+        self, key: str, token_ids: Sequence[int], handle: PoolHandle, lora: str = "", *, exact: bool = False
+    ) -> asyncio.Future[Encoded]:
         """Asks for one document; a request that no longer wants it changes nothing for others that do."""
-        return asyncio.get_running_loop().create_task(self._compile(key, token_ids, handle, lora))
+        return asyncio.get_running_loop().create_task(
+            self._compile(self.request(key, token_ids, handle, f"comb-document-{key[:32]}", lora, exact=exact))
+        )
 
     def forget(self, key: str) -> None:
         """Has the workers delete what they keep of a document."""
@@ -145,9 +151,8 @@ class EngineCompiler(DocumentCompiler):
         except Exception as error:  # of vLLM's own; what is left on the disk is private still
             logger.warning("document %s may be on the disk still: %s", key[:12], error)
 
-    async def _compile(self, key: str, token_ids: Sequence[int], handle: PoolHandle, lora: str) -> Encoded:
-        start, name = time.monotonic(), f"comb-document-{key[:32]}"
-        request = self.request(key, token_ids, handle, name, lora)
+    async def _compile(self, request: DocumentPrompt) -> Encoded:
+        start, name = time.monotonic(), f"comb-document-{request.salt[:32]}"
         tier: str | None = None
         try:
             if self._keeps:
@@ -183,10 +188,12 @@ class LocalCompiler(DocumentCompiler):
         self._generate, self._ask_workers = generate, ask_workers
         self._waiting: queue.SimpleQueue[tuple[DocumentPrompt, asyncio.Future[Encoded]] | None] = queue.SimpleQueue()
 
-    def submit(self, key: str, token_ids: Sequence[int], handle: PoolHandle, lora: str = "") -> asyncio.Future[Encoded]:
+    def submit(
+        self, key: str, token_ids: Sequence[int], handle: PoolHandle, lora: str = "", *, exact: bool = False
+    ) -> asyncio.Future[Encoded]:
         """Asks for one document, from the manager's loop."""
         future: asyncio.Future[Encoded] = asyncio.get_running_loop().create_future()
-        self._waiting.put((self.request(key, token_ids, handle, "", lora), future))
+        self._waiting.put((self.request(key, token_ids, handle, "", lora, exact=exact), future))
         return future
 
     def forget(self, key: str) -> None:

@@ -84,11 +84,14 @@ class Encoders(Protocol):
     async def identity(self) -> EncoderIdentity:
         """Waits for the first encoder. Raises EncoderError if none can be had."""
 
-    def submit(self, key: str, token_ids: Sequence[int], handle: PoolHandle, lora: str = "") -> asyncio.Future[Encoded]:
+    def submit(
+        self, key: str, token_ids: Sequence[int], handle: PoolHandle, lora: str = "", *, exact: bool = False
+    ) -> asyncio.Future[Encoded]:
         """Asks for one document. The future ends when nobody writes to the handle's blocks any more.
 
         Args:
             lora: name of vLLM's LoRA that it is compiled with; encoders have none.
+            exact: whether it is the beginning of prompts, and compiled behind nothing.
         """
 
     def forget(self, key: str) -> None:

@@ -112,7 +112,9 @@ class EncoderProcesses:
             raise EncoderError(self.fault() or "no encoder")
         return self._known
 
-    def submit(self, key: str, token_ids: Sequence[int], handle: PoolHandle, lora: str = "") -> asyncio.Future[Encoded]:
+    def submit(
+        self, key: str, token_ids: Sequence[int], handle: PoolHandle, lora: str = "", *, exact: bool = False
+    ) -> asyncio.Future[Encoded]:
         """Asks for one document; should its encoder end, the next one is asked."""
         # the same document always goes to the same process, which may still have it in its host tier
         encoder = self._encoder_of(key, [encoder for encoder in self.watched if not encoder.down] or self.watched)

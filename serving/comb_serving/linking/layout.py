@@ -63,18 +63,22 @@ class LinkingLayout:
         """Tokens at either end of documents that a method computes again, never fewer than convolutions look back."""
         return max(method.seam or 0, self.columns), method.seam or 0
 
-    def plan(self, method: LinkMethod, length: int, spans: Sequence[Range], chosen: Sequence[int] = ()) -> LinkPlan:
+    def plan(
+        self, method: LinkMethod, length: int, spans: Sequence[Range], chosen: Sequence[int] = (),
+        *, exact_first: bool = False,
+    ) -> LinkPlan:  # fmt: skip
         """Of a prompt: see `plan.plan`.
 
         Args:
             chosen: document tokens that are computed again where the question's look says which.
+            exact_first: see `plan_interiors`.
 
         Raises:
             ValueError: for spans that overlap, are empty, or leave the prompt.
         """
         check_spans(length, spans)
         if method.states:
-            return plan_interiors(length, spans, *self.seams(method))
+            return plan_interiors(length, spans, *self.seams(method), exact_first=exact_first)
         places = method.recomputed(spans)
         return plan(length, spans, chosen if places is None else places)
 

@@ -79,18 +79,22 @@ def interior(tokens: int, head: int, tail: int) -> Range | None:
     return (head, tokens - tail) if head + tail + 1 < tokens else None
 
 
-def plan_interiors(length: int, spans: Sequence[Range], head: int, tail: int) -> LinkPlan:
+def plan_interiors(length: int, spans: Sequence[Range], head: int, tail: int, *, exact_first: bool = False) -> LinkPlan:
     """`plan` in models of linear layers, where `head` and `tail` tokens at either end of each document are computed.
 
     Their states are those behind the whole interior of a document, so that of none a part is loaded, and each has its
     seams wherever it stands; the request begins right behind the last one.
+
+    Args:
+        exact_first: whether the first one is the prompt's own beginning, which has none.
     """
     loads, seams, position = [], [], 0
     for number, (start, tokens) in enumerate(spans):
-        kept = interior(tokens, head, tail)
+        kept = (0, tokens) if exact_first and not number else interior(tokens, head, tail)
         if kept is None or start + kept[1] == length:
             continue
-        seams.append((position, start + kept[0]))
+        if position < start + kept[0]:
+            seams.append((position, start + kept[0]))
         position = start + kept[1]
         loads.append(LoadedRange(start + kept[0], position, number, kept[0]))
     return LinkPlan(tuple(loads), tuple(seams), position)

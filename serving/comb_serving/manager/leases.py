@@ -83,13 +83,14 @@ class WaitQueue:
 class WantedDocument:
     """A document of a request: its key (`PICManager.keys`), its token ids, who asks, and the LoRA it is compiled with.
 
-    Under another LoRA it has another key.
+    Under another LoRA it has another key, and so has what is `exact`: a prompt's beginning, behind nothing.
     """
 
     key: str
     token_ids: tuple[int, ...]
     tenant: str = ""
     lora: str = ""
+    exact: bool = False
 
 
 @dataclass(frozen=True)
@@ -117,7 +118,12 @@ class Lease:
     Args:
         give_back: drops the references.
         room_seconds, encode_seconds: how long it waited for room in the pool, and for encoders.
+
+    Attributes:
+        head: where the prompt's beginning is in the pool; None where that is computed.
     """
+
+    head: PoolHandle | None = None
 
     def __init__(
         self,
@@ -135,6 +141,18 @@ class Lease:
     def handles(self) -> list[PoolHandle]:
         """What the worker needs."""
         return [document.handle for document in self.documents]
+
+    def take_head(self, other: Lease) -> None:
+        """Takes the lease of the prompt's beginning over, which may be of nothing."""
+        self.head = next(iter(other.handles), None)
+        own = self._give_back
+
+        def give_back() -> None:
+            other.release()
+            if own is not None:
+                own()
+
+        self._give_back = give_back
 
     def release(self) -> None:
         """Drops the references; a second call does nothing."""

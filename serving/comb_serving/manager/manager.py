@@ -268,7 +268,9 @@ class PICManager:
         entry = IndexEntry(document.key, size, handle, references=2)
         self.index.add("pool", entry)
         self.owners[document.key] = document.tenant
-        self._encoding[entry] = self.encoders.submit(document.key, document.token_ids, handle, document.lora)
+        self._encoding[entry] = self.encoders.submit(
+            document.key, document.token_ids, handle, document.lora, exact=document.exact
+        )
         self._encoding[entry].add_done_callback(partial(self._land, entry))
         return entry
 

@@ -35,11 +35,11 @@ class Sightings:
     token, they are compiled behind those who wait: `SHARE` of what segments that weren't there have cost.
 
     Args:
-        finder: of segments in prompts.
+        finder: of segments in prompts; None where beginnings of prompts alone are noted.
         spare: whether all open requests have their first token: what is computed beside them delays none.
     """
 
-    def __init__(self, manager: PICManager, finder: SegmentFinder, spare: Callable[[], bool]) -> None:
+    def __init__(self, manager: PICManager, finder: SegmentFinder | None, spare: Callable[[], bool]) -> None:
         self.finder = finder
         self._manager, self._spare = manager, spare
         self._seen: OrderedDict[str, int] = OrderedDict()

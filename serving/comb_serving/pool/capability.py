@@ -35,6 +35,8 @@ class Capability:
         spans: with a method, for each of `prompts` its documents' places, ``(start, tokens)``.
         found: whether these are segments that nobody has marked: what the prefix cache has of the prompt goes first.
         lora: name of the LoRA that vLLM is to compute the request with; empty for none.
+        head: tokens of the prompt's beginning, exact, that the first of `documents` holds in front of all `spans`;
+            where that is compiled, all of them.
     """
 
     request_id: str
@@ -45,6 +47,7 @@ class Capability:
     spans: tuple[tuple[tuple[int, int], ...], ...] = ()
     found: bool = False
     lora: str = ""
+    head: int = 0
 
     def sign(self, secret: bytes) -> str:
         """As a request carries it."""
@@ -58,9 +61,9 @@ class Capability:
             token[:_DIGITS].encode(), _code(token[_DIGITS:], secret).encode()
         ):
             raise ValueError(f"{KEY} is not signed by this instance: send documents in the field 'documents'")
-        request_id, salt, documents, prompts, method, spans, found, lora = json.loads(token[_DIGITS:])
+        request_id, salt, documents, prompts, method, spans, found, lora, head = json.loads(token[_DIGITS:])
         places = tuple(tuple((start, tokens) for start, tokens in row) for row in spans)
-        return cls(request_id, salt, tuple(documents), tuple(prompts), method, places, found, lora)
+        return cls(request_id, salt, tuple(documents), tuple(prompts), method, places, found, lora, head)
 
     def check(self, request_id: str, salt: str | None, prompt: Sequence[int] | None) -> None:
         """Raises ValueError unless it was made for this request."""

@@ -37,11 +37,13 @@ class ComposeCommand:
 
     Args:
         tokens: of the interior.
+        fresh: whether it is the prompt's beginning: there is no state in front of it.
     """
 
     handle: PoolHandle
     tokens: int
     blocks: Blocks
+    fresh: bool = False
 
 
 @dataclass(frozen=True)
@@ -51,12 +53,14 @@ class CaptureCommand:
     Args:
         begins: what was computed ended where the interior begins.
         ends: what was computed ended where the interior ends.
+        whole: it is a prompt's beginning, of which the state is kept as it is.
     """
 
     handle: PoolHandle
     blocks: Blocks
     begins: bool
     ends: bool
+    whole: bool = False
 
 
 @dataclass(frozen=True, eq=False)

@@ -136,7 +136,8 @@ class LinkingConnector(KVConnectorBase_V1, SupportsHMA):
         linked = sum(load.end - load.start for load in loads)
         looks = link.looks and bool(num_external_tokens)
         if link.method is not None and not request.num_preemptions and not looks:
-            report = LinkReport(head, linked, link.length - head - linked)
+            exact = link.head if loads else 0
+            report = LinkReport(head + exact, linked - exact, link.length - head - linked)
             self.reports.send(link.report, report)
         if not num_external_tokens:
             return
@@ -144,10 +145,10 @@ class LinkingConnector(KVConnectorBase_V1, SupportsHMA):
         front = 0 if link.method is None else len(self.layout.front)
         interiors = {}
         for load in loads:
-            handle = link.sources[load.document]
-            self._loads.append(LoadCommand(handle, load.offset, load.start, load.end, ids, front))
+            handle, fresh = link.sources[load.document], bool(link.head) and not load.document
+            self._loads.append(LoadCommand(handle, load.offset, load.start, load.end, ids, 0 if fresh else front))
             if link.method is not None and link.method.states:
-                interiors[load.end] = ComposeCommand(handle, load.end - load.start, ids)
+                interiors[load.end] = ComposeCommand(handle, load.end - load.start, ids, fresh)
         if looks:  # the row that ends with the question's last token is told one more, or it would be sampled from
             tokens, ranges = array("i", [*request.prompt_token_ids, 0]), deque([*left.seams, (left.query, link.length)])
             job = SeamJob(request, tokens, ids, ranges, interiors, beside, left.query, head)
@@ -159,6 +160,8 @@ class LinkingConnector(KVConnectorBase_V1, SupportsHMA):
             )
             if beside:
                 self.room.take(left.seams)
+        elif interiors:  # a prompt's beginning, and nothing behind it
+            (self.behind_seams[request.request_id],) = interiors.values()
 
     def update_connector_output(self, connector_output: Any) -> None:
         """Questions have looked: now it is known what their requests wait for."""
@@ -208,7 +211,10 @@ class LinkingConnector(KVConnectorBase_V1, SupportsHMA):
                 begins, ends = end == link.interior[0], end == link.interior[1]
                 captures.append(CaptureCommand(link.handles[0], blocks, begins, ends))
             if end >= link.length:
-                saves.append(SaveCommand(link.key, link.handles[0], link.spans[0][0], blocks, link.interior is None))
+                if link.head:
+                    captures.append(CaptureCommand(link.handles[0], blocks, begins=False, ends=True, whole=True))
+                stateless = link.interior is None and not link.head
+                saves.append(SaveCommand(link.key, link.handles[0], link.spans[0][0], blocks, stateless))
         return LinkingMetadata(loads, composes, captures, saves)
 
     def get_loaded_kv_cache_group_ids(self, request: Any) -> tuple[int, ...]:

@@ -33,6 +33,7 @@ class RequestLink:
         interior: of that document in its prompt, whose states are to be captured; None where there are none.
         exact: tokens of its prompt that the prefix cache had when it came.
         chosen: document tokens to be computed again, as the question's look has said; None before that.
+        head: tokens of its prompt's exact beginning, which the first of `handles` is of.
     """
 
     name: str
@@ -47,6 +48,7 @@ class RequestLink:
     interior: Range | None = None
     exact: int = 0
     chosen: list[int] | None = None
+    head: int = 0
 
     def go_behind(self, exact: int) -> None:
         """Leaves the first tokens, which the prefix cache has as plain prompts left them, to it.
@@ -80,7 +82,7 @@ class RequestLink:
         if self.method is None:  # what it is compiled behind is computed with it, unless it is given
             front = len(self.layout.front) if self.layout.given else 0
             return LinkPlan((LoadedRange(0, front, 0, 0),) if front else (), (), front)
-        return self.layout.plan(self.method, self.length, self.spans, self.chosen or ())
+        return self.layout.plan(self.method, self.length, self.spans, self.chosen or (), exact_first=self.head > 0)
 
     @cached_property
     def _ends(self) -> list[int]:
@@ -126,6 +128,10 @@ def link_of(request: Any, layout: LinkingLayout, started: LinkMethod) -> Request
     spans = capability.spans_in(prompt)
     room = {"num_blocks": layout.num_blocks, "block_size": layout.block_size, "more": layout.state_rows}
     handles = unpack(capability.documents, **room)
+    if capability.head and not started.states:
+        raise ValueError(f"{started.name} finds what is in front of documents in vLLM's prefix cache")
+    if capability.head and capability.method != COMPILE:
+        spans = ((0, capability.head), *spans)
     if [handle.tokens for handle in handles] != [tokens for _, tokens in spans]:
         raise ValueError(f"{len(handles)} documents of {sum(h.tokens for h in handles)} tokens don't fit {spans}")
     method = None if capability.method == COMPILE else LinkMethod.parse(capability.method)
@@ -135,12 +141,12 @@ def link_of(request: Any, layout: LinkingLayout, started: LinkMethod) -> Request
         raise ValueError(f"documents here are compiled for {started.name}, and not for {method.name}")
     link = RequestLink(
         request.request_id, name_of(token), method, spans, handles, len(prompt), layout, capability.salt,
-        capability.found,
+        capability.found, head=capability.head,
     )  # fmt: skip
     if method is None:
         if len(spans) != 1 or sum(spans[0]) != link.length:
             raise ValueError("a document is compiled at the end of its own prompt")
-        if started.states:
+        if started.states and not link.head:
             front, tokens = link.spans[0]
             kept = interior(tokens, *layout.seams(started))
             link.interior = kept and (front + kept[0], front + kept[1])

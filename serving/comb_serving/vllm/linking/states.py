@@ -92,7 +92,7 @@ class DocumentStates:
         """Before a step: what it computes of interiors is waited for, and of nothing else."""
         assert self._listener is not None
         self._listener.heard.clear()
-        inside = [capture for capture in captures if not capture.begins]
+        inside = [capture for capture in captures if not capture.begins and not capture.whole]
         self._listener.wanted = {
             capture.blocks[group][0]: group for capture in inside for group in set(self._groups.values())
         }
@@ -106,9 +106,11 @@ class DocumentStates:
         assert self._listener is not None
         for name, kept in self.parts(memory).items():
             layer, slot = self.layers[name], command.blocks[self._groups[name]][0]
-            if command.begins:
+            if command.begins or command.whole:
                 kept.transition.copy_(layer.identity(memory.device).tensor)
                 kept.state.copy_(layer.state(slot))
+                if command.whole:
+                    kept.columns.copy_(layer.columns(slot))
                 continue
             heard: Any = self._listener.heard.pop((name, slot), None)
             if heard is None:
@@ -124,6 +126,10 @@ class DocumentStates:
         for name, kept in self.parts(memory).items():
             layer, slot = self.layers[name], command.blocks[self._groups[name]][0]
             state, columns = layer.state(slot), layer.columns(slot)
+            if command.fresh:
+                state.copy_(kept.state)
+                columns.copy_(kept.columns)
+                continue
             state.copy_(layer.family(kept.transition).apply(state.float()) + kept.state)
             new = min(len(columns), command.tokens)  # earlier columns move up
             columns.copy_(torch.cat([columns[new:], kept.columns[len(columns) - new :]]))
