@@ -50,7 +50,8 @@ class Sightings:
 
     def note(self, document: WantedDocument) -> None:
         """One more sight of a segment that isn't in the pool."""
-        self._credit = min(self._credit + SHARE * len(document.token_ids), MOST)
+        tokens = len(document.token_ids)
+        self._credit = min(self._credit + SHARE * tokens, max(MOST, tokens))
         count = self._seen[document.key] = self._seen.pop(document.key, 0) + 1
         if len(self._seen) > REMEMBERED:
             self._seen.popitem(last=False)
