@@ -151,17 +151,18 @@ def test_another_backbone_is_refused(tmp_path: Path) -> None:
 
 def test_ranks_keep_their_own_heads() -> None:
     """Four heads on two ranks, and on eight, where two ranks have the same one."""
+    from comb_serving.vllm.linking.cache_access import TokenCodes
     from comb_serving.vllm.linking.document_pool import DocumentPool
 
     front = [(torch.randn(4, 3, 8), torch.randn(4, 3, 6)) for _ in range(2)]
 
     def pool(heads: int) -> Any:
         made: Any = object.__new__(DocumentPool)
-        layer = SimpleNamespace(num_kv_heads=heads, head_size=8, head_size_v=6)
+        layer: Any = type("Layer", (), {"num_kv_heads": heads, "head_size": 8, "head_size_v": 6})()
         made.layers, made.num_blocks, made.block_size = {"a": layer, "b": layer}, 2, 4
         width = heads * 14
         made.columns = {"a": slice(0, width), "b": slice(width, 2 * width)}
-        made.rows = torch.zeros(2 * 4 + 3, 2 * width)
+        made.rows, made.codes = torch.zeros(2 * 4 + 3, 2 * width), {layer: TokenCodes(torch.float32)}
         return made
 
     for heads, rank, ranks, own in ((2, 1, 2, [2, 3]), (1, 5, 8, [2]), (4, 0, 1, [0, 1, 2, 3])):

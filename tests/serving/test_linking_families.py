@@ -107,7 +107,6 @@ def test_a_layer_with_a_state_is_refused_by_name() -> None:
         ("model_config", "is_multimodal_model", True),
         ("model_config", "enable_sleep_mode", True),
         ("", "speculative_config", object()),
-        ("", "lora_config", object()),
         ("", "weight_transfer_config", object()),
     ],
 )
@@ -123,8 +122,25 @@ def test_engines_that_cant_link_are_refused(part: str, name: str, value: Any) ->
         cache_config=SimpleNamespace(cache_dtype="auto"),
         speculative_config=None,
         lora_config=None,
+        kv_transfer_config=SimpleNamespace(get_from_extra_config=lambda name, usual: usual),
     )
     check_engine(config)
     setattr(getattr(config, part) if part else config, name, value)
     with pytest.raises(ValueError, match="documents are linked"):
+        check_engine(config)
+
+
+@pytest.mark.parametrize("given", [{"link_tokens": "FOLDER"}, {"method": "hypic:8"}])
+def test_lora_is_refused_beside_what_it_was_not_tried_with(given: dict[str, str]) -> None:
+    from comb_serving.vllm.linking.setup import check_engine
+
+    config: Any = SimpleNamespace(
+        parallel_config=SimpleNamespace(enable_dbo=False), cache_config=SimpleNamespace(cache_dtype="auto"),
+        model_config=SimpleNamespace(
+            is_encoder_decoder=False, is_multimodal_model=False, runner_type="generate", enable_sleep_mode=False
+        ),
+        speculative_config=None, lora_config=object(),
+        kv_transfer_config=SimpleNamespace(get_from_extra_config=lambda name, usual: given.get(name, usual)),
+    )  # fmt: skip
+    with pytest.raises(ValueError, match="documents are linked beside LoRA by methods of attention layers"):
         check_engine(config)
