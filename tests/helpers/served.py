@@ -118,6 +118,7 @@ def serve(adapter: Path, folder: Path, *options: str, pool: str = "2MiB") -> Ite
     arguments = [str(adapter), "--comb-pool-bytes", pool, "--port", str(port), "--host", "127.0.0.1"]
     arguments += ["--comb-log-format", "json"]
     environment = {**os.environ, "VLLM_LOGGING_LEVEL": "WARNING", ROOT: str(folder), "COMB_ADMIN_KEY": ADMIN}
+    environment.pop(INSTANCE_DIR, None)  # of an engine in this process
     log = folder.with_suffix(".log")
     with log.open("wb") as out:
         process = subprocess.Popen(

@@ -14,7 +14,6 @@ import re
 import secrets
 import shutil
 import tempfile
-import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -48,11 +47,7 @@ def instance_folder(root: Path | None = None) -> Iterator[Path]:
         yield folder
     finally:
         remove_segments(folder)
-        for _ in range(10):  # a process that is just being killed may still write
-            shutil.rmtree(folder, ignore_errors=True)
-            if not folder.exists():
-                break
-            time.sleep(0.1)
+        shutil.rmtree(folder, ignore_errors=True)
         os.close(lock)
 
 
