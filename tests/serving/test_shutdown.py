@@ -55,7 +55,7 @@ async def model(scope, receive, send):
 server = Server(drain_seconds=ServeOptions.from_environment().drain_seconds)
 server.app.app = model
 submit = server.encoders.submit
-def short_ones(key, token_ids, handle):
+def short_ones(key, token_ids, handle, lora="", *, exact=False):
     return submit(key, token_ids, handle) if len(token_ids) < 30 else asyncio.Future()
 server.encoders.submit = short_ones
 application = SimpleNamespace(state=SimpleNamespace())
