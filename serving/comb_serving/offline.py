@@ -36,7 +36,7 @@ from comb_serving.manager.manager import NO_PLACE, PICManager
 from comb_serving.pool.capability import KEY
 from comb_serving.vllm.linking.setup import linking_options
 
-OURS = ("backbone", "pool_bytes", "pool_block", "host_bytes", "disk_path", "disk_bytes", "share_loras")
+OURS = ("backbone", "pool_bytes", "pool_block", "host_bytes", "disk_path", "disk_bytes", "lora_documents")
 
 
 class LLM(vllm.LLM):
@@ -79,7 +79,7 @@ class LLM(vllm.LLM):
             manager, builder = PICManager(layout, self._compiler), PromptBuilder(tokenizer_of(served))
             self.preprocessor = Preprocessor(
                 builder, manager, MethodChoice(served), chats=renders_alike(self.model_config, builder.tokenizer),
-                share_loras=served.share_loras, loras=self._compiler.loras,
+                share_loras=served.lora_documents == "shared", loras=self._compiler.loras,
             )  # fmt: skip
             # a loop of its own: the caller may be inside of one (notebooks)
             self._loop = asyncio.new_event_loop()

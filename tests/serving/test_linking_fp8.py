@@ -56,7 +56,7 @@ def test_what_is_exact_is_vllms_own_and_what_moves_is_rounded_once_more(dtype: s
         assert (pool.rows.dtype, linked.layout.dtype) == (torch.uint8, dtype)
         assert pool.bytes_per_token == pool.rows.shape[1]
         name, layer = next(iter(pool.layers.items()))
-        seen: list[tuple[Tensor, Tensor]] = []
+        seen: list[tuple[Tensor, ...]] = []
         kept: list[Tensor] = []
         load = pool.load
 
@@ -65,7 +65,8 @@ def test_what_is_exact_is_vllms_own_and_what_moves_is_rounded_once_more(dtype: s
             for each in commands:
                 slots = pool._cache_slots(name, each.blocks, each.start, each.end)
                 read = pool._readers[pool._places[name][1]].read(layer, slots)
-                seen.append(pool.codes[layer].numbers(read.view(len(read), 2, 2, -1).unbind(1)))
+                parts = read.view(len(read), 2, 2, -1).unbind(1)
+                seen.append(tuple(pool.codes[layer].numbers(parts[place], place) for place in range(2)))
                 own = pool.rows[pool._slots(each.handle, each.offset, each.end - each.start), pool.columns[name]]
                 kept.append(own[:, own.shape[1] // 2 :] == read[:, own.shape[1] // 2 :])
 
@@ -110,6 +111,6 @@ def test_link_tokens_are_written_as_the_cache_has_them(tmp_path: Path) -> None:
         rows = pool.rows[pool.num_blocks * pool.block_size :]
         for (name, layer), pair in zip(pool.layers.items(), model.front(torch.float32), strict=True):
             parts = rows[:, pool.columns[name]].view(len(rows), 2, 2, -1).unbind(1)
-            for found, given, scale in zip(pool.codes[layer].numbers(parts), pair, SCALES, strict=True):
-                assert near(found, given.transpose(0, 1), "fp8", scale)
+            for place, (part, given, scale) in enumerate(zip(parts, pair, SCALES, strict=True)):
+                assert near(pool.codes[layer].numbers(part, place), given.transpose(0, 1), "fp8", scale)
         assert linked.ask([(PROMPTS[0], "linktokens")])[0][0]

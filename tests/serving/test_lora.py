@@ -56,7 +56,7 @@ def llm(plugin: None, request: pytest.FixtureRequest) -> Iterator[LLM]:
     # has room for few seams, so that requests of several LoRAs wait for theirs
     options = {**SMALL, "enable_lora": True, "max_loras": 3, "max_cpu_loras": 4, "max_lora_rank": 2 * RANK,
                "max_num_batched_tokens": 96}  # fmt: skip
-    with LLM(CHECKPOINT, method=METHOD, pool_bytes=2**19, pool_block=4, share_loras=request.param == "shared",
+    with LLM(CHECKPOINT, method=METHOD, pool_bytes=2**19, pool_block=4, lora_documents=request.param,
              **options) as found:  # fmt: skip
         yield found
 

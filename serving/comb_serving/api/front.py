@@ -81,7 +81,7 @@ class ServerFront:
             sightings = Sightings(manager, finder, encoders.spare)
         preprocessor = Preprocessor(
             builder, manager, MethodChoice(options), options.max_documents, sightings=sightings,
-            disk_path=options.disk_path, share_loras=options.share_loras,
+            disk_path=options.disk_path, share_loras=options.lora_documents == "shared",
         )  # fmt: skip
         audit = Audit(options.audit, preprocessor, secret) if options.audit else None
         REGISTRY.register(CombCollector(preprocessor, encoders, options))

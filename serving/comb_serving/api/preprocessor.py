@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import copy
-import hashlib
 import logging
 import threading
 from collections.abc import Callable, Mapping, Sequence
@@ -44,8 +43,7 @@ from comb_serving.api.request_error import RequestError
 from comb_serving.api.routes import COMPLETIONS, RESPONSES
 from comb_serving.config.serve_options import ServeOptions
 from comb_serving.config.tenants import prefix_salt
-from comb_serving.encoding.loras import Loras
-from comb_serving.encoding.protocol import EncoderError
+from comb_serving.encoding.loras import Loras, key_computed
 from comb_serving.linking.methods import LinkMethod
 from comb_serving.linking.plan import Range
 from comb_serving.manager.counters import Counters
@@ -225,14 +223,16 @@ class Preprocessor:
         ids = tuple(request.prompts[0][:start])
         try:
             (key,) = await self.keys([ids], tenant, True)
-        except (RequestError, EncoderError):  # longer than a document may be
+        except RequestError:  # longer than a document may be
             return request
-        return replace(request, head=WantedDocument(exact_key(key), ids, tenant, exact=True))
+        return replace(request, head=WantedDocument(key_computed(key, "exact"), ids, tenant, exact=True))
 
     def take_head(self, request: PreprocessedRequest, lease: Lease) -> None:
         """Adds the beginning of its prompt to a request's lease, if it is in the pool; notes it if it isn't."""
-        if request.head is None or self.manager is None or self.sightings is None:
+        if request.head is None:
             return
+        assert self.manager is not None
+        assert self.sightings is not None
         lease.take_head(self.manager.hold([request.head]))
         if lease.head is None:
             self.sightings.note(request.head)
@@ -537,11 +537,6 @@ def salted(body: dict[str, Any], tenant: str, keys: Sequence[str] = (), mark: st
         raise RequestError(400, f"cache_salt is a text, not {type(salt).__name__}", param="cache_salt")
     made = prefix_salt(tenant, keys, salt or None)
     return {**body, "cache_salt": f"{mark}{made or ''}"} if mark or made else body
-
-
-def exact_key(key: str) -> str:
-    """Of the same tokens as a prompt's beginning."""
-    return hashlib.sha256(f"{key} exact".encode()).hexdigest()
 
 
 def wanted(segment: KeyedSegment, tenant: str, lora: str = "") -> WantedDocument:

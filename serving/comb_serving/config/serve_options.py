@@ -60,13 +60,6 @@ def parse_switch(text: str) -> bool:
     return text == "on"
 
 
-def parse_shared(text: str) -> bool:
-    """``shared`` or ``own``. Raises ValueError for anything else."""
-    if text not in ("own", "shared"):
-        raise ValueError(f"--comb-lora is own or shared, not {text!r}")
-    return text == "shared"
-
-
 INSTANCE_DIR, OPTIONS, ADMIN_KEY = "COMB_INSTANCE_DIR", "COMB_SERVE_OPTIONS", "COMB_ADMIN_KEY"
 
 
@@ -142,9 +135,9 @@ class ServeOptions:
         None, "of the pool, for what one key pins; by default one part for each key", "--comb-tenant-pinned",
         read=parse_share,
     )  # fmt: skip
-    share_loras: bool = option(
+    lora_documents: str = option(
         "own", "how documents of a LoRA's requests are compiled: with it (own), or once without any for all (shared)",
-        "--comb-lora", read=parse_shared,
+        "--comb-lora",
     )  # fmt: skip
     segments: str = option(
         "off", "auto: in prompts without documents of a plain model, text that came before is found and linked",
@@ -179,7 +172,7 @@ class ServeOptions:
         if not 0 <= self.audit <= 1:
             raise ValueError(f"audit is a share of requests, 0 to 1, not {self.audit}")
         choices = {"log_format": ("text", "json"), "pool_dtype": ("auto", "fp8"), "pool_memory": ("auto", "host"),
-                   "segments": ("off", "auto")}  # fmt: skip
+                   "segments": ("off", "auto"), "lora_documents": ("own", "shared")}  # fmt: skip
         for name, known in choices.items():
             if getattr(self, name) not in known:
                 raise ValueError(f"{name} is {' or '.join(known)}, not {getattr(self, name)!r}")

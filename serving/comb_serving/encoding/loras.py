@@ -53,9 +53,12 @@ class Loras:
             request = self.known[name]
             digest = await asyncio.to_thread(_digest, request)
             self._digests[name] = request, digest
-        return tuple(
-            replace(segment, key=hashlib.sha256(f"{segment.key} {digest}".encode()).hexdigest()) for segment in segments
-        )
+        return tuple(replace(segment, key=key_computed(segment.key, digest)) for segment in segments)
+
+
+def key_computed(key: str, how: str) -> str:
+    """The name of a document's tokens when they are computed in another way than `key` says."""
+    return hashlib.sha256(f"{key} {how}".encode()).hexdigest()
 
 
 def _digest(request: Any) -> str:

@@ -58,7 +58,7 @@ def check_start(options: ServeOptions, arguments: Sequence[str] = ()) -> ServeOp
             "--audit compares documents that a plain model's --method links (primed, legolink:16, ...) with full "
             "recompute, and nothing is linked here"
         )
-    if options.share_loras and options.method in (None, FULL):
+    if options.lora_documents != "own" and options.method in (None, FULL):
         raise ValueError(
             "--comb-lora says how a plain model's --method (primed, legolink:16, ...) compiles documents, and none is "
             "compiled here: leave it away"

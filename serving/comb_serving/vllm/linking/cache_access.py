@@ -73,17 +73,17 @@ class TokenCodes:
         fp8 = torch.float8_e5m2 if name == "fp8_e5m2" else current_platform.fp8_dtype()
         return cls(dtype, fp8, (float(layer._k_scale), float(layer._v_scale)))
 
-    def numbers(self, parts: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
-        """What a cache's parts of tokens say, in the model's dtype."""
-        if self.fp8 is None:
-            return parts
-        first, second = (
-            (part.view(self.fp8).float() * scale).to(self.dtype) for part, scale in zip(parts, self.scales, strict=True)
-        )
-        return first, second
+    @property
+    def stored(self) -> torch.dtype:
+        """Of what is kept of the cache."""
+        return self.dtype if self.fp8 is None else torch.uint8
+
+    def numbers(self, part: Tensor, place: int) -> Tensor:
+        """What the cache's first part (0) of tokens says, or its second, in the model's dtype."""
+        return part if self.fp8 is None else (part.view(self.fp8).float() * self.scales[place]).to(self.dtype)
 
     def codes(self, part: Tensor, place: int) -> Tensor:
-        """Numbers of the first part (0) or the second as the cache has them; what is beyond fp8 is its largest."""
+        """The inverse of `numbers`; what is beyond fp8 is its largest."""
         if self.fp8 is None:
             return part
         largest = torch.finfo(self.fp8).max

@@ -70,14 +70,13 @@ class DocumentPool:
         self.num_blocks, self.block_size, self.device = num_blocks, block_size, device
         self.codes = {layer: TokenCodes.of(layer, dtype) for layer in layers.values()}
         self.columns: dict[str, slice] = {}  # of each layer
-        width, quantised = 0, {codes.fp8 is not None for codes in self.codes.values()}
-        if len(quantised) > 1:
+        stored, width = {codes.stored for codes in self.codes.values()}, 0
+        if len(stored) > 1:
             raise ValueError("documents are linked in caches of one dtype, not with some layers in fp8")
         for name, layer in layers.items():
             self.columns[name] = slice(width, width := width + token_shape(layer).width)
         try:
-            stored = torch.uint8 if True in quantised else dtype
-            self.rows = torch.empty(num_blocks * block_size + front_tokens, width, dtype=stored, device=device)
+            self.rows = torch.empty(num_blocks * block_size + front_tokens, width, dtype=stored.pop(), device=device)
         except (RuntimeError, torch.OutOfMemoryError) as error:
             raise OSError(
                 f"no room for a pool of {num_blocks} blocks of {block_size} tokens on {device}: make "
@@ -103,8 +102,8 @@ class DocumentPool:
         dtype = vllm_config.model_config.dtype
         positions = find_positions(model, layers, vllm_config)
         width = sum(token_shape(layer).width for layer in layers.values())
-        fp8 = any(TokenCodes.of(layer, dtype).fp8 is not None for layer in layers.values())
-        size = width * (1 if fp8 else dtype.itemsize) * block_size * ranks
+        stored = TokenCodes.of(next(iter(layers.values())), dtype).stored
+        size = width * stored.itemsize * block_size * ranks
         if total_bytes < size:
             raise ValueError(f"a pool of {total_bytes} bytes is less than one block of {block_size} tokens, {size}")
         device, blocks = next(model.parameters()).device, total_bytes // size
@@ -265,7 +264,7 @@ class DocumentPool:
             shape, codes = token_shape(layer), self.codes[layer]
             rows = self.rows[:, self.columns[name]].index_select(0, source)  # rows at once, not numbers
             parts = shape.split(rows)
-            keys = codes.numbers(parts)[shape.rotated]
+            keys = codes.numbers(parts[shape.rotated], shape.rotated)
             turn.apply(keys, self.positions.layers[name])
             if codes.fp8 is None:
                 write(layer, parts[0], parts[1], targets[place])
@@ -277,7 +276,7 @@ class DocumentPool:
         """In vLLM's cache [T, heads, dim]."""
         layer, shape = self.layers[name], token_shape(self.layers[name])
         read = self._readers[self._places[name][1]].read(layer, slots)
-        return self.codes[layer].numbers(shape.split(read))[shape.rotated]
+        return self.codes[layer].numbers(shape.split(read)[shape.rotated], shape.rotated)
 
     def _read_states(self, handle: PoolHandle) -> Tensor:
         """A copy of a document's bytes behind its tokens."""

@@ -95,6 +95,8 @@ class LinkingScheduler(CheckedScheduler):
 
     def _add_seams(self, output: SchedulerOutput, tokens: int) -> None:
         """Rows for the seams of waiting requests, first come, first served, as far as tokens and rows allow."""
+        if not self.connector.jobs:
+            return
         rows, loras = self.max_num_running_reqs - len(self.running), self._loras(output)
         # first those whose request is in this step
         for name, job in sorted(self.connector.jobs.items(), key=lambda item: not item[1].beside):
