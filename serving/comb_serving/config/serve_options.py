@@ -173,9 +173,10 @@ class ServeOptions:
             raise ValueError(f"audit is a share of requests, 0 to 1, not {self.audit}")
         choices = {"log_format": ("text", "json"), "pool_dtype": ("auto", "fp8"), "pool_memory": ("auto", "host"),
                    "segments": ("off", "auto"), "lora_documents": ("own", "shared")}  # fmt: skip
-        for name, known in choices.items():
-            if getattr(self, name) not in known:
-                raise ValueError(f"{name} is {' or '.join(known)}, not {getattr(self, name)!r}")
+        for each in fields(self):
+            known = choices.get(each.name)
+            if known is not None and (chosen := getattr(self, each.name)) not in known:
+                raise ValueError(f"{flag_of(each)} is {' or '.join(known)}, not {chosen!r}")
         parse_pool_size(self.pool_bytes)
         for name in ("wait_seconds", "drain_seconds"):
             if not 0 <= getattr(self, name) < math.inf:
