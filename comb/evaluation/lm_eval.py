@@ -87,12 +87,19 @@ class CombLM(HFLM):
     def cut(self, token_ids: Sequence[int]) -> Prompt | None:
         """A prompt as passages and what is fresh; None if nothing in it is linked."""
         spans = self._finder.find(token_ids) if self._links else []
+        if spans and self._ends_message(token_ids, sum(spans[-1])):
+            spans.pop()  # the question is in it, which has to read the others
         self.prompt_tokens += len(token_ids)
         self.linked_tokens += sum(tokens for _, tokens in spans)
         if not spans:
             self.computed_tokens += len(token_ids)
             return None
         return with_segments(token_ids, spans)
+
+    def _ends_message(self, token_ids: Sequence[int], end: int) -> bool:
+        """Whether a message has nothing behind this place."""
+        behind = (token for token in token_ids[end:] if self.tokenizer.decode([token]).strip())
+        return next(behind, None) in (None, *self.tokenizer.all_special_ids)
 
     @contextmanager
     def _linked(self, prompt: Prompt) -> Iterator[DecodeState]:

@@ -18,7 +18,11 @@ from lm_eval.models.huggingface import HFLM
 from lm_eval.tasks import TaskManager
 
 from comb.evaluation.lm_eval import CombLM
+from comb.evaluation.metrics import f1
+from comb.evaluation.sets import read_sets
+from tests.helpers.plugin import nano_adapter as nano_adapter
 
+ROOT = Path(__file__).parents[2]
 NAMES = ["Ada Bell", "Bob Cole", "Carl Dane", "Dora Egan"]
 TASK = {
     "dataset_path": "json",
@@ -42,15 +46,17 @@ KINDS: dict[str, dict[str, Any]] = {
 }  # fmt: skip
 
 
+SENTENCES = [f"{name} went to the museum. Then {name} moved to Rome, and works at Solara Foods." for name in NAMES]
+PASSAGES = [" ".join(SENTENCES[place:] + SENTENCES[:place]) for place in range(3)]
+
+
 @pytest.fixture(scope="module")
 def tasks(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder of tasks over local rows, whose passages are numbered as LongBench numbers them."""
     folder = tmp_path_factory.mktemp("tasks")
-    sentences = [f"{name} went to the museum. Then {name} moved to Rome, and works at Solara Foods." for name in NAMES]
-    passages = [" ".join(sentences[place:] + sentences[:place]) for place in range(3)]
     rows = []
     for order in ([0, 1, 2], [2, 0, 1], [1, 2, 0]):
-        context = "\n\n".join(f"Passage {n}:\n{passages[place]}" for n, place in enumerate(order, 1))
+        context = "\n\n".join(f"Passage {n}:\n{PASSAGES[place]}" for n, place in enumerate(order, 1))
         rows.append({"context": context, "question": f"Where is {NAMES[order[0]]}?", "answer": "0"})
     (folder / "rows.json").write_text(json.dumps(rows))
     for name, kind in KINDS.items():
@@ -61,7 +67,7 @@ def tasks(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def outcome(model: HFLM, tasks: Path) -> dict[str, list[Any]]:
     """What a model says to each request of each task."""
-    manager = TaskManager(include_path=str(tasks))
+    manager = TaskManager(include_path=str(tasks), include_defaults=False)  # the harness has thousands
     found = simple_evaluate(model, tasks=list(KINDS), task_manager=manager, log_samples=True, bootstrap_iters=0)
     assert found is not None
     rows = {name: sorted(found["samples"][name], key=lambda row: int(row["doc_id"])) for name in KINDS}
@@ -73,8 +79,8 @@ def scores(said: dict[str, list[Any]]) -> list[float]:
     return [choice[0][0] for row in said["chooses"] for choice in row]
 
 
-def comb(method: str, **more: Any) -> CombLM:
-    return CombLM("nano", method, dtype="float32", device="cpu", batch_size=2, **more)
+def comb(method: str | None, on: str | Path = "nano", **more: Any) -> CombLM:
+    return CombLM(str(on), method, dtype="float32", device="cpu", batch_size=2, **more)
 
 
 @pytest.fixture(scope="module")
@@ -119,13 +125,80 @@ def test_a_context_that_is_too_long_loses_its_start_as_in_the_harness(tasks: Pat
     assert scores(found) == pytest.approx(scores(given), abs=1e-4)
 
 
-def test_its_command_line_is_the_harnesss_with_one_more_model(tasks: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize(("method", "least"), [("full", 64), (None, 512)], ids=["switched off", "without documents"])
+def test_an_encoder_leaves_the_plain_models_scores_as_they_are(
+    method: str | None, least: int, nano_adapter: Path, tasks: Path, plain: dict[str, list[Any]]
+) -> None:
+    """COMB sec. 6.3: choices, answers and whole texts, to the last digit."""
+    model = comb(method, nano_adapter, segment_tokens=least)
+    assert model.engine.method.name == (method or "comb")
+    assert outcome(model, tasks) == plain
+    assert model.linked_tokens == 0 < model.prompt_tokens
+
+
+def test_an_encoder_that_reads_documents_changes_scores(
+    nano_adapter: Path, tasks: Path, plain: dict[str, list[Any]]
+) -> None:
+    """The control."""
+    model = comb(None, nano_adapter)
+    said = outcome(model, tasks)
+    assert model.linked_tokens > model.prompt_tokens / 2
+    assert model.engine.store.stats().tiers["device"].entries == len(PASSAGES)
+    apart = [abs(one - other) for one, other in zip(scores(said), scores(plain), strict=True)]
+    assert min(apart) > 1e-3
+    assert said["generates"] != plain["generates"]
+    assert said["rolls"] == plain["rolls"]  # nothing is found in a whole text
+
+
+@pytest.fixture
+def squad(tmp_path: Path) -> Path:
+    """A file of sets, and their data beside it: articles of three paragraphs, a question about each."""
+    articles = [
+        {"title": f"Town {n}", "paragraphs": [
+            {"context": f"In {n} {text}", "qas": [{
+                "id": f"q{n}", "question": f"Who came in {n}?", "is_impossible": False,
+                "answers": [{"text": name, "answer_start": 0} for name in NAMES[:2]],
+            }]}
+            for text in PASSAGES
+        ]}
+        for n in range(20)
+    ]  # fmt: skip
+    (tmp_path / "squad.json").write_text(json.dumps({"data": articles}))
+    content = yaml.safe_load((ROOT / "configs" / "evaluation.yaml").read_text())
+    content["sets"]["squad"]["path"] = "squad.json"  # those of the others stay on the Hub
+    (tmp_path / "sets.yaml").write_text(yaml.safe_dump(content))
+    return tmp_path
+
+
+def test_the_tasks_of_configs_ask_about_passages_that_are_found(squad: Path) -> None:
+    metadata = {"data": str(squad), "sets": str(squad / "sets.yaml"), "pretrained": "nano"}
+    manager = TaskManager(include_path=str(ROOT / "configs" / "lm_eval"), include_defaults=False, metadata=metadata)
+    assert manager.all_subtasks == ["comb_hotpotqa", "comb_musique", "comb_nq_open", "comb_squad"]
+    model = comb("legolink:16", front="none")
+    found = simple_evaluate(model, tasks=["comb_squad"], task_manager=manager, limit=2, log_samples=True)
+    assert found is not None
+    rows = found["samples"]["comb_squad"]
+    asked = read_sets(squad / "sets.yaml")["squad"].read(squad)
+    assert [row["doc"]["question"] for row in rows] == [each.query for each in asked[:2]]
+    prompt = rows[0]["arguments"][0][0]
+    assert all(f"Passage {n}:\n{each.title}\n{each.text}" in prompt for n, each in enumerate(asked[0].documents, 1))
+    documents = {each for example in asked[:2] for each in example.documents}
+    assert model.engine.store.stats().tiers["device"].entries == len(documents)
+    assert model.linked_tokens > model.prompt_tokens / 2
+    for row in rows:
+        assert row["f1"] == f1(row["resps"][0][0], NAMES[:2])
+
+
+def test_its_command_line_is_the_harnesss_with_one_more_model(squad: Path) -> None:
     arguments = ["--model", "comb", "--model_args", "pretrained=nano,method=legolink:16,front=none,dtype=float32"]
-    arguments += ["--tasks", "generates", "--include_path", str(tasks), "--limit", "2", "--output_path", str(tmp_path)]
-    command = [sys.executable, "-m", "comb.evaluation.lm_eval", *arguments]
+    arguments += ["--tasks", "comb_squad", "--include_path", str(ROOT / "configs" / "lm_eval"), "--limit", "2"]
+    arguments += ["--metadata", json.dumps({"data": str(squad), "sets": str(squad / "sets.yaml")})]
+    command = [sys.executable, "-m", "comb.evaluation.lm_eval", *arguments, "--output_path", str(squad)]
     done = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)
     assert done.returncode == 0, done.stderr[-3000:]
-    (written,) = tmp_path.rglob("results*.json")
+    (written,) = squad.rglob("results*.json")
     said = json.loads(written.read_text())
     assert said["config"]["comb_method"] == "legolink:16,front=none"
-    assert said["n-samples"]["generates"]["effective"] == 2
+    assert said["config"]["comb_linked_tokens"] > said["config"]["comb_prompt_tokens"] / 2
+    assert said["n-samples"]["comb_squad"]["effective"] == 2
+    assert {"em,none", "f1,none"} <= set(said["results"]["comb_squad"])
