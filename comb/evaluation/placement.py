@@ -105,7 +105,7 @@ def measure_placement(
         reference = batch.logprobs(backbone)
         count += len(reference)
         for index, attention in chosen.items():
-            with _hidden(attention, batch.hidden):
+            with hidden_in(attention, batch.hidden):
                 losses[index] += _divergence(reference, batch.logprobs(backbone))
         bare = _Batch.of([(Prompt((), (), prompt.query), answer) for prompt, answer in batch.prompts], backbone.device)
         without += _divergence(reference, bare.logprobs(backbone))
@@ -151,24 +151,26 @@ class _Batch:
 
 
 @contextmanager
-def _hidden(attention: nn.Module, hidden: Tensor) -> Iterator[None]:
+def hidden_in(attention: nn.Module, hidden: Tensor) -> Iterator[None]:
     """Takes `hidden` [rows, 1, tokens, tokens] from the mask that one attention is given."""
-
-    def change(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any]:
-        states = args[0] if args else kwargs["hidden_states"]
-        mask = kwargs.get("attention_mask")
-        if mask is None:  # purely causal
-            mask = torch.ones(states.shape[1], states.shape[1], dtype=torch.bool, device=states.device).tril()
-        allowed = mask if mask.dtype == torch.bool else mask == 0
-        least = torch.finfo(states.dtype).min
-        additive = torch.zeros(hidden.shape, dtype=states.dtype, device=states.device)
-        return args, {**kwargs, "attention_mask": additive.masked_fill(hidden | ~allowed, least)}
-
-    handle = attention.register_forward_pre_hook(change, with_kwargs=True)
+    handle = attention.register_forward_pre_hook(
+        lambda _, args, kwargs: (args, without_hidden(args, kwargs, hidden)), with_kwargs=True
+    )
     try:
         yield
     finally:
         handle.remove()
+
+
+def without_hidden(args: tuple[Any, ...], kwargs: dict[str, Any], hidden: Tensor) -> dict[str, Any]:
+    """Keyword arguments of an attention, `hidden` [rows, 1, tokens, tokens] taken from their mask."""
+    states = args[0] if args else kwargs["hidden_states"]
+    mask = kwargs.get("attention_mask")
+    if mask is None:  # purely causal
+        mask = torch.ones(states.shape[1], states.shape[1], dtype=torch.bool, device=states.device).tril()
+    allowed = mask if mask.dtype == torch.bool else mask == 0
+    additive = torch.zeros(hidden.shape, dtype=states.dtype, device=states.device)
+    return {**kwargs, "attention_mask": additive.masked_fill(hidden | ~allowed, torch.finfo(states.dtype).min)}
 
 
 def _divergence(reference: Tensor, other: Tensor) -> float:

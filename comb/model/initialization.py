@@ -246,8 +246,11 @@ def initialize_from_backbone(
     cross_layers: list[int],
     backbone: PreTrainedModel,
     info: BackboneInfo,
+    *,
+    first: bool,
 ) -> None:
-    """Encoder layers from evenly spaced ones of the backbone, cross block i and its K/V head from the layer behind it.
+    """Encoder layers from evenly spaced ones of the backbone, or its `first` ones, cross block i and its K/V head from
+    the layer behind it.
 
     Layers without softmax attention (linear layers of a hybrid, latent attention) give their MLP and norms; the
     attention then comes from the nearest layer that has one, if any.
@@ -255,8 +258,10 @@ def initialize_from_backbone(
     layers, config = backbone.get_submodule(info.layers_path), text_config(backbone)
     copied = 0
     count = len(encoder.layers)
-    # from the first on, evenly spaced; with repeats when the backbone has fewer
-    sources = [index * len(layers) // count for index in range(count)]
+    if first and count > len(layers):
+        raise ValueError(f"the backbone has {len(layers)} layers, of which {count} can't be the encoder's first")
+    # evenly spaced from the first on, with repeats when the backbone has fewer
+    sources = list(range(count)) if first else [index * len(layers) // count for index in range(count)]
     for target, source in zip(encoder.layers, sources, strict=True):
         copied += len(copy_parts(target, _with_attention(layers, source, info, config)))
     for block, head, position in zip(blocks, encoder.key_value_heads, cross_layers, strict=True):

@@ -221,6 +221,7 @@ class CombForCausalLM(CombPreTrainedModel, GenerationMixin):
         *,
         documents: Documents | None = None,
         labels: Tensor | None = None,
+        states: Sequence[Tensor] | None = None,
         **kwargs: Any,
     ) -> Any:
         """The backbone's forward over the query, with documents linked to its rows.
@@ -229,12 +230,16 @@ class CombForCausalLM(CombPreTrainedModel, GenerationMixin):
             input_ids: the queries (no document text). [rows, tokens]
             documents: one list per row, of any length; None when no row has documents.
             labels, kwargs: as for the backbone.
+            states: hidden states in front of the layers with cross blocks, each [rows, tokens, hidden]; in place of
+                the backbone the blocks alone are run, each on its own.
 
         Returns:
-            the backbone's output.
+            the backbone's output; of `states`, what each block adds to them.
         """
-        check_rows(documents, input_ids, kwargs.get("inputs_embeds"))
+        check_rows(documents, input_ids, kwargs.get("inputs_embeds"), *(states or ())[:1])
         with self.linked(documents) as link:
+            if states is not None:
+                return [block(x, link) - x for block, x in zip(self.cross_blocks, states, strict=True)]
             output = self.backbone(input_ids=input_ids, attention_mask=attention_mask, labels=labels, **kwargs)
         if link is not None:
             _check_read(link)

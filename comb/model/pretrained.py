@@ -17,7 +17,7 @@ from comb.model.config import CombConfig, spread_cross_layers
 from comb.model.encoder import CombEncoder
 from comb.model.initialization import encoder_config_for, initialize_from_backbone, initialize_random
 
-INITIALIZATIONS = ("backbone", "random")
+INITIALIZATIONS = ("backbone", "first", "random")
 
 DEFAULT_LAYERS = 8
 """Of an encoder, and cross blocks (paper, sec. 6)."""
@@ -59,7 +59,10 @@ class CombPreTrainedModel(AdapterModel):
                 encoder has layers, evenly spaced.
             encoder_causal: a causal mask inside the encoder instead of a bidirectional one.
             max_document_tokens: longest document; the backbone's context length by default.
-            initialization: ``backbone`` starts encoder and blocks from the backbone's layers, ``random`` does not.
+            initialization: ``backbone`` starts encoder and blocks from the backbone's layers, evenly spaced ones;
+                ``first`` from its first ones, and each block reads the encoder layer as deep as its own, or the last: a
+                causal encoder then gives the blocks up to its depth what the backbone itself has of a document alone;
+                ``random`` from none.
             gate: how far the gates of cross attention are open at the start, 0 <= gate < 1.
             adapter_dtype: dtype of encoder and blocks; the backbone's by default.
             revision, loading: passed to `AutoModelForCausalLM.from_pretrained`.
@@ -92,6 +95,9 @@ class CombPreTrainedModel(AdapterModel):
                 plain=initialization == "random",
             ),
             cross_attention_layers=layers,
+            cross_encoder_layers=(
+                [max(0, min(layer, num_encoder_layers) - 1) for layer in layers] if initialization == "first" else None
+            ),
             embedding_scale=info.embedding_scale,
         )
         # where it will be: a CPU draws the 3.5 B parameters of an 8B model's adapter for minutes
@@ -100,7 +106,9 @@ class CombPreTrainedModel(AdapterModel):
         std = float(getattr(backbone.config.get_text_config(), "initializer_range", None) or 0.02)
         initialize_random((model.encoder, model.cross_blocks), std=std, depth=num_encoder_layers)
         if initialization != "random":
-            initialize_from_backbone(model.encoder, model.cross_blocks, layers, backbone, info)
+            initialize_from_backbone(
+                model.encoder, model.cross_blocks, layers, backbone, info, first=initialization == "first"
+            )
         for block in model.cross_blocks:
             nn.init.constant_(block.attention_gate, math.atanh(gate))  # type: ignore[arg-type]  # a parameter
         model._place(adapter_dtype or floating(backbone.dtype)).eval()

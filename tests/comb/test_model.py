@@ -317,7 +317,7 @@ def test_what_cannot_be_done_to_an_adapter(model: CombForCausalLM) -> None:
         ({"cross_attention_layers": [1, 4]}, "exceed the backbone's 4 layers"),
         ({"cross_attention_layers": [1, 1]}, "without repeats"),
         ({"num_encoder_layers": 0}, "num_encoder_layers"),
-        ({"initialization": "zeros"}, "'backbone' or 'random'"),
+        ({"initialization": "zeros"}, "'backbone' or 'first' or 'random'"),
     ],
 )
 def test_options_that_make_no_sense(options: dict[str, Any], message: str) -> None:
@@ -346,6 +346,24 @@ def test_more_cross_blocks_than_encoder_layers(query: torch.Tensor) -> None:
     (pic,) = model.encode([SEGMENTS[0]])
     assert pic.keys.shape == (3, 4, 2, 16)
     assert not torch.equal(model(query, documents=[[pic], []]).logits, model(query).logits)
+
+
+@torch.no_grad()
+def test_the_first_layers_give_blocks_what_the_backbone_has_of_a_document_alone() -> None:
+    backbone = tiny("llama")
+    options: dict[str, Any] = {"cross_attention_layers": [1, 2, 3], "encoder_causal": True, "initialization": "first"}
+    model = CombForCausalLM.from_backbone(backbone, num_encoder_layers=2, **options)
+    assert model.config.cross_encoder_layers == [0, 1, 1]
+    (pic,) = model.encode([SEGMENTS[0]])
+    states = backbone(torch.tensor([SEGMENTS[0]]), output_hidden_states=True).hidden_states
+    same = []
+    for place, layer in enumerate(model.config.cross_attention_layers):
+        block = backbone.model.layers[layer]
+        values = block.self_attn.v_proj(block.input_layernorm(states[layer]))[0].view_as(pic.values[place])
+        same.append(torch.allclose(pic.values[place], values, atol=1e-5))
+    assert same == [True, True, False]  # the third is deeper than the encoder
+    with pytest.raises(ValueError, match="4 layers, of which 5 can't be"):
+        CombForCausalLM.from_backbone(backbone, num_encoder_layers=5, **options)
 
 
 @torch.no_grad()

@@ -117,9 +117,10 @@ def test_configs_are_frozen_and_survive_yaml() -> None:
 
 
 def test_the_shipped_configurations_are_there() -> None:
-    recipes = "llama-3.1-8b-instruct deepseek-v2-lite-chat qwen3.5-9b linktokens-smollm2-135m"
+    recipes = "llama-3.1-8b-instruct deepseek-v2-lite-chat qwen3.5-9b linktokens-smollm2-135m comb-smollm2-135m"
     assert {path.stem for path in CONFIGS} == {
         *recipes.split(),
+        "comb-smollm2-135m-answers",
         "front",
         "nano",
         "nano-squad",

@@ -257,7 +257,7 @@ def test_the_interval_of_what_is_closed_is_over_questions(tmp_path: Path) -> Non
 def test_tokens_per_second_are_without_the_time_of_an_evaluation(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("comb_training.trainer.trainer.heldout_losses", lambda *given: time.sleep(2) or {})
+    monkeypatch.setattr("comb_training.trainer.trainer.heldout_losses", lambda *_, **__: time.sleep(2) or {})
     run = CombTrainer(
         comb_model(), TrainConfig(steps=3, batch_size=4, eval_steps=1, logging_steps=1, output_dir=str(tmp_path)),
         examples(), TOKENIZER, heldout=examples(2), progress=False,

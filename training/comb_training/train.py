@@ -51,6 +51,8 @@ OBJECTIVES = {
     (True, True): "cross-entropy + KL to full recompute, weighted, nats per target token",
 }
 """What `ce_weight` and `kl_weight` minimise."""
+ATTENTION = "what documents add to hidden states: share that is missed"
+"""What `objective: attention` minimises."""
 
 
 @dataclass
@@ -140,6 +142,7 @@ def run_training(
         "heldout_losses": trainer.logged("eval_loss"),
         "heldout_kl": trainer.logged("eval_kl"),
         "heldout_closed": trainer.logged("eval_closed"),
+        "heldout_r2": trainer.logged("eval_r2"),
     }
     model = run.model if distributed.is_main() and not trainer.sharded else None
     folder = Path(config.train.output_dir)
@@ -175,7 +178,7 @@ def _write_record(config: Config, record: dict[str, Any], folder: Path) -> None:
     try:
         plot_training(
             record["losses"], folder / LOSS_PLOT, heldout=_objective(train, record), closed=record["heldout_closed"],
-            loss=OBJECTIVES[train.ce_weight > 0, train.kl_weight > 0],
+            loss=ATTENTION if train.objective == "attention" else OBJECTIVES[train.ce_weight > 0, train.kl_weight > 0],
             title=public(f"{config.model.backbone}: {config.data.label}", here=True),
         )  # fmt: skip
     except ImportError:
@@ -185,6 +188,8 @@ def _write_record(config: Config, record: dict[str, Any], folder: Path) -> None:
 
 def _objective(train: TrainConfig, record: dict[str, Any]) -> list[tuple[int, float]]:
     """The loss that is minimised, on held-out data: (step, value); empty where its divergence wasn't measured."""
+    if train.objective == "attention":
+        return [(step, 1 - share) for step, share in record["heldout_r2"]]
     divergences = dict(record["heldout_kl"])
     if train.kl_weight and not divergences:
         return []

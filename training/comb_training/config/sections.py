@@ -48,6 +48,9 @@ class TrainConfig:
     """Peak learning rate of everything but the gates, which learn ten times as fast."""
     warmup: Share = 0.05
     """Share of the run in which the learning rate rises linearly."""
+    objective: Literal["answers", "attention"] = "answers"
+    """answers: as the weights below say. attention: what cross blocks add to hidden states becomes what documents in
+    the prompt add there, in the backbone's own attention, at every target token: a first stage, over long targets."""
     ce_weight: NotNegative = 1.0
     """Weight of the cross-entropy on the answers; 0 with `kl_weight` distils alone, which sharpens nothing."""
     kl_weight: NotNegative = 0.0
@@ -171,6 +174,8 @@ class Config:
             )
         method = self.train.method
         if method != "comb":
+            if self.train.objective == "attention":
+                raise ValueError("train.objective=attention is of cross blocks, which train.method=comb has")
             if self.eval == EvalConfig():
                 object.__setattr__(self, "eval", EvalConfig(methods=("full", method, "none")))
             if "comb" in self.eval.methods:

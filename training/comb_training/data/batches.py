@@ -172,7 +172,8 @@ class Collator:
     """Pads rows on the right and gives equal documents of a batch the same tensor.
 
     Returns input_ids, attention_mask and labels ``[B, T]``, documents, per row a list of id tensors ``[tokens]``;
-    with `full_prompts` also full_prompts, the same rows with their documents in them (for a teacher that reads them).
+    with `full_prompts` also full_prompts, the same rows with their documents in them (for a teacher that reads them),
+    and in it documents [B, T], true where those stand.
     """
 
     pad_token_id: int
@@ -183,7 +184,11 @@ class Collator:
         self.check_targets(examples)
         batch: dict[str, Any] = self.rows([(example.prompt.query, example) for example in examples])
         if self.full_prompts:
-            batch["full_prompts"] = self.rows([(example.prompt.flat, example) for example in examples])
+            full = batch["full_prompts"] = self.rows([(example.prompt.flat, example) for example in examples])
+            full["documents"] = torch.zeros_like(full["input_ids"], dtype=torch.bool)
+            for row, example in enumerate(examples):
+                for position, length in example.prompt.spans:
+                    full["documents"][row, position : position + length] = True
         tensors: dict[tuple[int, ...], Tensor] = {}
         for example in examples:
             for segment in example.segments:

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from comb_training.config import TrainConfig
 from comb_training.data.batches import TrainingExample
 from comb_training.trainer import distributed
+from comb_training.trainer.attention_targets import attention_targets
 from comb_training.trainer.checkpoints import TrainingDivergedError
 from comb_training.trainer.losses import Teacher, target_logits_only, target_loss
 
@@ -49,11 +50,20 @@ class Objective:
         self._bad_now = False
         inputs = dict(batch)
         labels, prompts = inputs.pop("labels"), inputs.pop("full_prompts", None)
-        teacher = self.ask_teacher(prompts) if prompts is not None else None
-        with target_logits_only(self.model, labels):
-            outputs = wrapped(**inputs)
-        weights = {"weight": self.config.kl_weight, "ce_weight": self.config.ce_weight}
-        loss = target_loss(outputs, labels, targets, teacher=teacher, **weights)
+        if self.config.objective == "attention":
+            assert prompts is not None
+            given = {name: prompts[name] for name in ("input_ids", "attention_mask")}
+            with attention_targets(self.model, prompts) as wanted:
+                self.model.backbone.base_model(**given, use_cache=False)  # nobody asks for its logits
+            found = wrapped(documents=inputs["documents"], states=[each.states for each in wanted])
+            errors = [each.errors(added) for each, added in zip(wanted, found, strict=True)]
+            loss = torch.stack(errors).mean(0).sum() / targets
+        else:
+            teacher = self.ask_teacher(prompts) if prompts is not None else None
+            with target_logits_only(self.model, labels):
+                outputs = wrapped(**inputs)
+            weights = {"weight": self.config.kl_weight, "ce_weight": self.config.ce_weight}
+            loss = target_loss(outputs, labels, targets, teacher=teacher, **weights)
         finite = bool(torch.isfinite(loss))
         if distributed.all_true(finite):
             return loss

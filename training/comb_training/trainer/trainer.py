@@ -80,7 +80,8 @@ class CombTrainer:
             raise ValueError("the model has no trainable parameter: make one with CombForCausalLM.from_backbone")
         if config.eval_steps is not None and not heldout:
             raise ValueError("train.eval_steps needs held-out examples, and there is none")
-        if config.kl_weight > 0:
+        teaches = config.kl_weight > 0 or config.objective == "attention"
+        if teaches:
             check_positions(model, [*examples, *heldout])
         self.config = config
         self.model: Any = model
@@ -97,7 +98,7 @@ class CombTrainer:
         steps = total_steps(config, self.sampler.steps_per_epoch)
         self.schedule = LearningRateSchedule(steps, config.max_seconds, config.warmup)
         pad = tokenizer.pad_token_id if tokenizer.pad_token_id is not None else tokenizer.eos_token_id
-        self.collate = self.method.collator(int(pad), full_prompts=config.kl_weight > 0)
+        self.collate = self.method.collator(int(pad), full_prompts=teaches)
         self.accelerator = make_accelerator(config, use_cpu=use_cpu)
         plugin = self.accelerator.state.deepspeed_plugin
         self.sharded = plugin is not None
@@ -243,8 +244,10 @@ class CombTrainer:
         self.model.eval()
         try:
             chosen = [[self.heldout[index] for index in batch] for batch in batches]
-            ask = self.objective.ask_teacher if self.config.kl_weight > 0 else None
-            record = heldout_losses(self.model, chosen, self.collate, self.accelerator, ask, self.method.bare)
+            record = heldout_losses(
+                self.model, chosen, self.collate, self.accelerator, self.objective.ask_teacher, self.method.bare,
+                attention=self.config.objective == "attention",
+            )  # fmt: skip
         finally:
             self.model.train(was_training)
         self.log.write(self.step, record)
