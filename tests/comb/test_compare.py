@@ -28,7 +28,7 @@ from comb.evaluation.plot import Frontier, Quality
 from comb.evaluation.sets import read_sets, spread
 from comb.evaluation.setting import AnswerRules, Setting, drop_too_long
 from comb.evaluation.summary import comparison_tables, summarize
-from comb.evaluation.table import Row
+from comb.evaluation.table import Row, Timing
 from comb.model.source import load_named
 from tests.helpers.byte_text import byte_tokenizer
 from tests.helpers.families import open_gates
@@ -508,6 +508,17 @@ def test_the_frontier_shows_each_method_at_its_cost() -> None:
     assert [text.get_text() for text in axes.texts] == ["naive", "exact"]
     assert [tuple(text.xy) for text in axes.texts] == [(5, 0.2), (50, 1e-3)]
     assert (axes.get_title(), axes.get_yscale()) == ("squad", "log")
+
+
+def test_methods_are_drawn_by_how_much_sooner_they_answer_than_full_recompute() -> None:
+    def row(method: str, seconds: float | None) -> dict[str, Any]:
+        times = None if seconds is None else Timing(seconds, seconds, seconds, 3)
+        return {"set": "squad", "method": method, "refused": "", "computed_tokens": 5, "ttft_cold_s": times,
+                "ttft_cached_s": times, "cache_bytes_per_document_token": 9}  # fmt: skip
+
+    rows = [row("full", 2.0), row("naive", 0.1), row("untimed", None), {**row("gone", None), "refused": "why"}]
+    (sooner,) = [each for each in panels(rows, "em") if isinstance(each, Frontier) and "sooner" in each.xlabel]
+    assert [sooner.cost(each) for each in rows] == [1.0, 20.0, None, None]
 
 
 def test_bytes_have_a_plot_where_methods_keep_other_numbers_of_them() -> None:
