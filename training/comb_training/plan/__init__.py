@@ -105,8 +105,8 @@ def _add_memory(result: Plan, model: Trained, deepspeed: dict[str, Any]) -> None
         )
     if "quantization_config" in config.model.options:
         result.notes.append("the backbone's bytes are those without model.options.quantization_config")
-    if config.train.kl_weight:
-        result.notes.append("the activations are without the full prompts that train.kl_weight takes")
+    if config.train.kl_weight or config.train.objective == "attention":
+        result.notes.append("the activations are without the full prompts, which the backbone alone reads")
     checkpointing = config.train.gradient_checkpointing
     result.memory = [
         memory_of(model, parameters, result.size, way, ranks=result.ranks, checkpointing=checkpointing)

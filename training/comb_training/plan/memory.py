@@ -73,7 +73,7 @@ def memory_of(
     ranks: int = 1,
     checkpointing: bool,
 ) -> GpuMemory:
-    """Bytes of one way of sharding; docs/training.md has them as a table of formulas.
+    """Bytes of one way of sharding.
 
     DDP's buffers are its gradient buckets; one process has none. AdamW's temporary is as large as what a rank updates.
 

@@ -9,7 +9,7 @@ Shapes: B rows, T tokens of a full prompt, n target tokens of the row with most,
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -86,11 +86,6 @@ def attention_targets(model: Any, prompts: dict[str, Tensor]) -> Iterator[list[A
             watch(stack, index)
         yield found
     found += [AttentionTargets(states[index], added[index], valid) for index in model.config.cross_attention_layers]
-
-
-def explained(errors: Sequence[Tensor]) -> list[float]:
-    """R2 of every cross block: the share of what documents add that it adds, 1 - mean error."""
-    return [1 - float(error.mean()) for error in errors]
 
 
 def _rows(values: Tensor, chosen: Tensor) -> Tensor:
