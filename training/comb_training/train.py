@@ -51,7 +51,7 @@ OBJECTIVES = {
     (True, True): "cross-entropy + KL to full recompute, weighted, nats per target token",
 }
 """What `ce_weight` and `kl_weight` minimise."""
-ATTENTION = "what documents add to hidden states: share that is missed"
+ATTENTION = "what documents add: share missed, 1 - R2"
 """What `objective: attention` minimises."""
 
 
