@@ -156,13 +156,19 @@ class Frontier:
         asked = enumerate(row for row in self.rows if not row.get("refused"))
         shown = ((number, row) for number, row in asked if row.get("kl") and row["method"] != NO_DOCUMENTS)
         points = [(number, row, cost) for number, row in shown if (cost := self.cost(row)) is not None]
-        for number, row, cost in points:
+        most = max((cost for *_, cost in points), default=1.0)
+        for place, (number, row, cost) in enumerate(sorted(points, key=lambda point: -point[1]["kl"])):
             low, high = row["intervals"]["kl"]
             low, kl, high = (max(_EXACT, value) for value in (low, row["kl"], high))
             reach = [[kl - low], [high - kl]]
             axes.errorbar(cost, kl, yerr=reach, **_look(number), markersize=5, elinewidth=0.8, capsize=2)
-            axes.annotate(row["method"], (cost, kl), xytext=(6, 3), textcoords="offset points", fontsize="x-small")
-        axes.set(yscale="log", xlim=(0, 1.35 * max((cost for *_, cost in points), default=1.0)))
+            # by turns to either side, where there is room, so that names of near points don't cover each other
+            left = place % 2 == 1 and cost > 0.4 * most
+            axes.annotate(
+                row["method"], (cost, kl), xytext=(-6, 3) if left else (6, 3), textcoords="offset points",
+                fontsize="x-small", ha="right" if left else "left",
+            )  # fmt: skip
+        axes.set(yscale="log", xlim=(0, 1.35 * most))
         axes.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
         axes.yaxis.set_minor_locator(NullLocator())
         axes.yaxis.set_major_formatter("{x:g}")
