@@ -10,7 +10,7 @@ from typer.testing import CliRunner
 
 from comb.cli.main import app
 from comb.documents.document import Prompt
-from comb.evaluation.placement import Placement, _Batch, _hidden, measure_placement, short_prompts
+from comb.evaluation.placement import Placement, _Batch, hidden_in, measure_placement, short_prompts
 from tests.helpers.families import tiny
 
 PROMPTS = [
@@ -44,7 +44,7 @@ def test_every_document_is_hidden(gaps: tuple[tuple[int, ...], ...]) -> None:
 
     def logprobs(*segments: tuple[int, ...], hidden: bool) -> torch.Tensor:
         batch = _Batch.of([(Prompt((3,), segments, (20, 21), gaps), (30, 31))], torch.device("cpu"))
-        with _hidden(attention, batch.hidden) if hidden else nullcontext():
+        with hidden_in(attention, batch.hidden) if hidden else nullcontext():
             return batch.logprobs(backbone)
 
     one = (10, 11, 12, 13)
