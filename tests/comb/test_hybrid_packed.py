@@ -126,6 +126,7 @@ def test_no_row_sees_a_later_one(name: str) -> None:
 def test_a_mask_that_would_be_too_large_is_not_made(monkeypatch: pytest.MonkeyPatch) -> None:
     packed, plain = pair("qwen3_next")
     picaches = packed.compile([A, B])
+    packed.link(picaches, QUERY)  # which way its model links is tried out once, in passes of their own
     monkeypatch.setattr("comb.hybrid.packed._MAX_MASK_ELEMENTS", 100)
     with passes(packed.backbone) as counted:
         one = packed.link(picaches, QUERY)
