@@ -85,7 +85,7 @@ def measure_placement(
         ValueError: for a prompt without documents, or an attention that takes no mask (flash attention).
     """
     info = inspect_backbone(backbone)
-    if str(backbone.config._attn_implementation) not in ("sdpa", "eager"):
+    if not takes_masks(backbone):
         raise ValueError(
             f"the placement is measured with masks, which {backbone.config._attn_implementation} doesn't take: load "
             "the backbone with attn_implementation=sdpa, or name the layers"
@@ -160,6 +160,11 @@ def hidden_in(attention: nn.Module, hidden: Tensor) -> Iterator[None]:
         yield
     finally:
         handle.remove()
+
+
+def takes_masks(backbone: PreTrainedModel) -> bool:
+    """Whether documents can be hidden in its attention (flash attention takes no mask)."""
+    return str(backbone.config._attn_implementation) in ("sdpa", "eager")
 
 
 def without_hidden(args: tuple[Any, ...], kwargs: dict[str, Any], hidden: Tensor) -> dict[str, Any]:

@@ -212,7 +212,13 @@ def test_attention_is_taught_to_cross_blocks_of_backbones_that_add_it_as_it_is(t
     gemma = AutoModelForCausalLM.from_config(AutoConfig.for_model("gemma2", **SIZES))
     model = CombForCausalLM.from_backbone(gemma, num_encoder_layers=1, cross_attention_layers=[1])
     with pytest.raises(ValueError, match="norms behind it"):
-        trainer(model, tmp_path, objective="attention").train()
+        trainer(model, tmp_path, objective="attention")
+    flash = comb_model()
+    flash.backbone.config._attn_implementation = "flash_attention_2"
+    with pytest.raises(ValueError, match="masks, which flash_attention_2 doesn't take"):
+        trainer(flash, tmp_path, objective="attention")
+    with pytest.raises(ValueError, match="kl_weight has no effect"):
+        TrainConfig(objective="attention", kl_weight=1.0)
     with pytest.raises(ValueError, match="objective=attention is of cross blocks"):
         Config(train=TrainConfig(method="linktokens", objective="attention"))
 

@@ -100,6 +100,8 @@ class TrainConfig:
     def __post_init__(self) -> None:
         if self.steps is None and self.epochs is None and self.max_seconds is None:
             object.__setattr__(self, "epochs", 1.0)
+        if self.objective == "attention" and self.kl_weight:
+            raise ValueError("train.kl_weight has no effect with train.objective=attention: leave it out")
         if self.ce_weight == self.kl_weight == 0:
             raise ValueError("train.ce_weight and train.kl_weight are both 0: there is nothing to learn")
         if self.teacher is not None and self.answers != "on_policy":

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from comb.backbones.discovery import ATTENTION_NAMES, find_child, layer_input
-from comb.evaluation.placement import without_hidden
+from comb.evaluation.placement import takes_masks, without_hidden
 from comb_training.data.batches import IGNORED
 
 
@@ -42,20 +42,34 @@ class AttentionTargets:
         return (found.float() - self.added).square().sum(-1)[self.valid] / wanted
 
 
-@contextmanager
-def attention_targets(model: Any, prompts: dict[str, Tensor]) -> Iterator[list[AttentionTargets]]:
-    """Targets of every cross block, in the list when the backbone has run over `prompts` within the ``with`` block.
-
-    Args:
-        model: a `CombForCausalLM`.
-        prompts: ``full_prompts`` of a `Collator`.
-    """
-    factor = getattr(model.backbone.config, "residual_multiplier", 1.0)
+def check_attention(model: Any) -> None:
+    """Raises ValueError if what documents add in the backbone's attention can't be told, or isn't what it adds."""
+    backbone = model.backbone
+    if not takes_masks(backbone):
+        raise ValueError(
+            f"train.objective=attention hides documents with masks, which {backbone.config._attn_implementation} "
+            "doesn't take: set model.options: {attn_implementation: sdpa}"
+        )
+    factor = getattr(backbone.config, "residual_multiplier", 1.0)
     if model.encoder.config.norm_placement != "pre" or factor != 1.0:
         raise ValueError(
             "train.objective=attention is for backbones that add the output of their attention as it is: this one has "
             "norms behind it or a factor on it"
         )
+    layers = backbone.get_submodule(model.info.layers_path)
+    for index in model.config.cross_attention_layers:
+        if find_child(layers[index], ATTENTION_NAMES) is None:
+            raise ValueError(f"layer {index} of the backbone has no attention that documents could be hidden from")
+
+
+@contextmanager
+def attention_targets(model: Any, prompts: dict[str, Tensor]) -> Iterator[list[AttentionTargets]]:
+    """Targets of every cross block, in the list when the backbone has run over `prompts` within the ``with`` block.
+
+    Args:
+        model: a `CombForCausalLM` that `check_attention` lets through.
+        prompts: ``full_prompts`` of a `Collator`.
+    """
     labels, documents = prompts["labels"], prompts["documents"]
     predicts = nn.functional.pad(labels[:, 1:] != IGNORED, (0, 1))
     hidden = (~documents[:, :, None] & documents[:, None, :])[:, None]
@@ -66,8 +80,7 @@ def attention_targets(model: Any, prompts: dict[str, Tensor]) -> Iterator[list[A
 
     def watch(stack: ExitStack, index: int) -> None:
         attention = find_child(layers[index], ATTENTION_NAMES)
-        if attention is None:
-            raise ValueError(f"layer {index} of the backbone has no attention that documents could be hidden from")
+        assert attention is not None  # `check_attention`
 
         def enter(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
             states[index] = _rows(layer_input(args, kwargs).float(), predicts)

@@ -2,7 +2,8 @@
 
 The loss is the mean over all target tokens of an optimizer step, on all ranks: they are counted over the accumulated
 batches and ranks first, and each batch's sum is divided by that count. So neither the split into forward passes nor
-padding nor the number of ranks changes the gradient. It is computed here from the logits, not by the backbone, because
+padding nor the number of ranks changes the gradient (but with `objective: attention`, whose batches are each measured
+by what documents add in them). It is computed here from the logits, not by the backbone, because
 not every backbone takes the count. Precision, sharding and offloading under DeepSpeed are its own configuration's.
 """
 
@@ -27,6 +28,7 @@ from comb_training.data.batches import IGNORED, TrainingExample
 from comb_training.models import training_method
 from comb_training.trainer import distributed
 from comb_training.trainer.accelerator import make_accelerator
+from comb_training.trainer.attention_targets import check_attention
 from comb_training.trainer.checkpoints import (
     changed_keys,
     check_finite,
@@ -80,7 +82,10 @@ class CombTrainer:
             raise ValueError("the model has no trainable parameter: make one with CombForCausalLM.from_backbone")
         if config.eval_steps is not None and not heldout:
             raise ValueError("train.eval_steps needs held-out examples, and there is none")
-        teaches = config.kl_weight > 0 or config.objective == "attention"
+        attention = config.objective == "attention"
+        teaches = config.kl_weight > 0 or attention
+        if attention:
+            check_attention(model)
         if teaches:
             check_positions(model, [*examples, *heldout])
         self.config = config
