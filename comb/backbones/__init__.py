@@ -1,7 +1,7 @@
 """The frozen language model under everything: loaded, looked into, identified, run by one caller at a time.
 
-A name or a model enters; `discovery` leaves its layers and geometry, `identity` who it is until its weights change,
-`fingerprint` what an adapter knows it by, `exclusive` the right to compute on it, `forward` a way to run it.
+A name or a model enters; `discovery` leaves its layers and geometry, `identity` who it is until its weights change, and
+the right to compute on it, `adapter` what an adapter knows it by, `forward` a way to run it.
 What torch and transformers don't document is reached in `torch_private` and `transformers_private` only.
 """
 
@@ -12,5 +12,5 @@ from pathlib import Path
 
 from comb.registry import Registry
 
-backbones: Registry[Path | Callable[[], Path]] = Registry("backbone", "comb.backbones.packaged")
+backbones: Registry[Path | Callable[[], Path]] = Registry("backbone", "comb.backbones.gguf")
 """Short names for backbones: a folder that comes with the package (training registers `nano`), or what fetches one."""

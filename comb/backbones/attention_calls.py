@@ -7,7 +7,9 @@ the same masks, so that padded batches and prompts are computed as ever.
 
 from __future__ import annotations
 
+import logging
 import math
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
@@ -16,11 +18,14 @@ from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional as F
 from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import eager_mask, sdpa_mask
 
 from comb.backbones.transformers_private import attention_name, eager_attention
+
+logger = logging.getLogger(__name__)
 
 Attended = tuple[Tensor, Tensor | None]
 
@@ -158,3 +163,57 @@ def _answer(
         watcher(call)
     current = ANSWERING.get()
     return call.exact() if current is None else current.attend(call)
+
+
+# --- which of torch's attention kernels a GPU is left with ---------------------------------------------------
+# On Hopper torch tries cuDNN first, and a cuDNN plan holds for one shape. Making one takes 36 ms on an H200, and so
+# does every new number of keys, which is every token of an answer, once for all layers.
+
+SLOW_S = 0.005  # more than this for a new length, and a step of decoding is mostly that
+_chosen: set[int] = set()
+
+
+def choose_attention(
+    device: torch.device, *, new_and_again: Callable[[torch.device], tuple[float, float]] | None = None,
+    backend: Any = torch.backends.cuda,
+) -> None:  # fmt: skip
+    """Switches cuDNN's attention off for this process if it is what makes new lengths slow, and says so; once a GPU.
+
+    Args:
+        new_and_again: seconds of attention to a number of keys that is new, and to one that isn't.
+    """
+    if device.type != "cuda" or (device.index or 0) in _chosen:
+        return
+    _chosen.add(device.index or 0)
+    measure = new_and_again or seconds_of_lengths
+    if not backend.cudnn_sdp_enabled():
+        return
+    new, again = measure(device)
+    if new - again <= SLOW_S:
+        return
+    backend.enable_cudnn_sdp(False)
+    without, repeated = measure(device)
+    if without - repeated > SLOW_S:  # something else is slow
+        backend.enable_cudnn_sdp(True)
+        return
+    logger.warning(
+        "cuDNN's attention takes %.0f ms for each new number of keys here, without it %.1f ms: switched off for this "
+        "process; torch.backends.cuda.enable_cudnn_sdp(True) behind the first engine switches it on again",
+        1e3 * new, 1e3 * without,
+    )  # fmt: skip
+
+
+def seconds_of_lengths(device: torch.device, first: int = 1000) -> tuple[float, float]:
+    """The least of some new lengths, `first` and on, and of the same again; what all lengths share is made before."""
+    lengths = range(first, first + 4)
+    query, keys = (torch.zeros(1, 8, count, 128, dtype=torch.bfloat16, device=device) for count in (1, max(lengths)))
+
+    def seconds(length: int) -> float:
+        torch.cuda.synchronize(device)
+        start = time.perf_counter()
+        F.scaled_dot_product_attention(query, keys[:, :, :length], keys[:, :, :length])
+        torch.cuda.synchronize(device)
+        return time.perf_counter() - start
+
+    seconds(first - 1)
+    return min(map(seconds, lengths)), min(map(seconds, lengths))

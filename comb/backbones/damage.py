@@ -22,7 +22,7 @@ from torch import Tensor
 from comb.backbones.settings import PEFT, WRONG, is_validation, values_in, words_of
 from comb.backbones.tracebacks import DamagedError, raised_by_us
 from comb.backbones.transformers_private import conversion_errors, why_no_template
-from comb.documents.files import read_json
+from comb.files import read_json
 
 MODEL_FILES = ("config.json", "generation_config.json", "model*.safetensors*", "pytorch_model*", "adapter_*")
 TOKENIZER_FILES = (

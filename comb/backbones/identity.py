@@ -12,7 +12,7 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, field
 from itertools import count
@@ -26,6 +26,7 @@ from comb.backbones.computation import UNREAD, Names, Settings, described, forge
 from comb.backbones.forward import counted_passes
 from comb.backbones.sample import MOST, Rows, Sample
 from comb.backbones.torch_private import all_tensors_of, layouts_of, modules_of, tensors_of
+from comb.locks import lock_of
 
 _CHUNK = 2**24
 _MOST_ROWS = 2**14  # of a table that is looked at row by row: learned positions have fewer
@@ -294,3 +295,71 @@ def bit_sums(tensor: Tensor) -> list[int]:
             (wide.sum(), (wide * torch.arange(start + 1, start + len(wide) + 1, device=wide.device)).sum())
         )
     return [int(value) for value in sums.tolist()]
+
+
+# --- one computation at a time ---
+
+
+def backbone_of(model: Any) -> Any:
+    """The frozen backbone of a COMB model, or the model itself.
+
+    Mamba's and xLSTM's own stack of layers is called `backbone`, too; it is no model that generates.
+    """
+    inner = getattr(model, "backbone", None)
+    return inner if hasattr(inner, "generate") else model
+
+
+_entered: ContextVar[tuple[Any, ...]] = ContextVar("models that this thread computes on", default=())
+
+
+@contextmanager
+def _without_autocast() -> Iterator[None]:
+    with ExitStack() as stack:
+        for kind in ("cpu", "cuda"):
+            if torch.is_autocast_enabled(kind):
+                stack.enter_context(torch.autocast(kind, enabled=False))
+        yield
+
+
+@contextmanager
+def _locked(backbone: Any) -> Iterator[None]:
+    lock = lock_of(backbone)
+    waits = not lock.acquire(blocking=False)
+    if waits:
+        lock.acquire()
+    try:
+        if waits:  # time, in which the weights may have changed
+            check_unchanged()
+        yield
+    finally:
+        lock.release()
+
+
+@contextmanager
+def exclusive(model: Any) -> Iterator[None]:
+    """One computation at a time on a model, in eval mode, without gradients, and in the model's own dtype.
+
+    A caller's autocast and inference mode end here: what is cached must not depend on who asked for it first.
+
+    Documents reach the cross blocks through hooks on the backbone, so a plain run of that backbone, or another
+    request's, must not overlap: the lock belongs to the backbone, whichever engine or method uses it.
+
+    Raises:
+        ValueError: the weights have changed while this call waited for another's computation.
+    """
+    with _locked(backbone_of(model)), torch.inference_mode(False), torch.no_grad(), _without_autocast():
+        outer = _entered.get()
+        if any(model is entered or model is backbone_of(entered) for entered in outer):  # its modules have been seen to
+            yield
+            return
+        training = [module for module in modules_now(model) if module.training]
+        for module in training:
+            module.training = False
+        token = _entered.set((*outer, model))
+        try:
+            yield
+        finally:
+            learn_run_state()
+            _entered.reset(token)
+            for module in training:
+                module.training = True

@@ -33,7 +33,7 @@ from comb.backbones.settings import PEFT
 from comb.backbones.tracebacks import DamagedError
 from comb.backbones.unpublished import private_file, read_private
 from comb.backbones.whole import check_finite, check_whole
-from comb.documents.files import read_json
+from comb.files import read_json
 
 logger = logging.getLogger(__name__)
 

@@ -20,9 +20,8 @@ from torch import Tensor, nn
 from transformers.cache_utils import DynamicCache
 
 from comb.backbones.discovery import position_count
-from comb.backbones.exclusive import exclusive
 from comb.backbones.forward import decoder_of, takes_positions
-from comb.backbones.identity import modules_now
+from comb.backbones.identity import exclusive, modules_now
 from comb.waits import on_device
 
 Turns = tuple[Tensor, Tensor]

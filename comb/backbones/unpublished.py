@@ -11,7 +11,7 @@ import re
 from pathlib import Path, PurePath
 from typing import Any
 
-from comb.documents.files import read_json
+from comb.files import read_json
 
 _PART = r"[^/\\\s'\"=,;:()\[\]{}<>|]+"
 _PATH = re.compile(rf"(?<![\w.:/~-])(?:(?:~\w*|\.{{1,2}})?(?:/{_PART}){{2,}}/?|[A-Za-z]:(?:[/\\]{_PART})+)")

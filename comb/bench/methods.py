@@ -206,8 +206,8 @@ def _question_set(plain: Setting, each: EvaluationSet, options: MethodsOptions, 
 
 def ask(asked: QuestionSet, specs: Sequence[str], options: MethodsOptions, report: BenchmarkReport) -> None:
     """Adds a row per method to the report, also when the run is broken off in between: of what all have answered."""
-    from comb.backbones.exclusive import backbone_of
-    from comb.backbones.fingerprint import backbone_fingerprint
+    from comb.backbones.adapter import backbone_fingerprint
+    from comb.backbones.identity import backbone_of
     from comb.evaluation.compare import compare, measure_times
     from comb.evaluation.summary import summarize
 

@@ -10,7 +10,7 @@ from typing import Any
 from rich.table import Table
 from torch import Tensor
 
-from comb.backbones.exclusive import exclusive
+from comb.backbones.identity import exclusive
 from comb.hybrid.compile import compile_segment
 from comb.hybrid.support import find_hybrid_support, is_hybrid
 from comb.linking.positions import UnmovableError

@@ -201,7 +201,7 @@ def _show_verdict(verdict: Any) -> None:
 
 
 def _as_comb(model: Any, encoder_layers: int | None) -> Any:
-    from comb.backbones.exclusive import backbone_of
+    from comb.backbones.identity import backbone_of
     from comb.model.modeling import CombForCausalLM
 
     if isinstance(model, CombForCausalLM):
@@ -251,8 +251,8 @@ def ask(
 ) -> None:
     """Asks a question about documents, and says what was cached, compiled and recomputed."""
     from comb.documents.document import Document
-    from comb.documents.files import read_text
     from comb.documents.rendering import template_arguments
+    from comb.files import read_text
 
     if encoder not in ("on", "off"):
         raise ValueError(f"--encoder is on or off, not {encoder!r}")

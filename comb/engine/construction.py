@@ -7,7 +7,7 @@ from typing import Any
 
 from comb import methods
 from comb.backbones.adapter import trained_method
-from comb.backbones.exclusive import backbone_of
+from comb.backbones.identity import backbone_of
 from comb.cache.store import PICacheStore
 from comb.engine.workers import CompileExecutor
 from comb.engine.workers.executor import spec_of

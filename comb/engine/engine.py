@@ -13,8 +13,7 @@ from torch import nn
 from tqdm.auto import tqdm
 
 from comb import methods
-from comb.backbones.exclusive import backbone_of
-from comb.backbones.identity import forget_identity, one_walk
+from comb.backbones.identity import backbone_of, forget_identity, one_walk
 from comb.backbones.loading import HUB_ARGUMENTS, load_model
 from comb.backbones.tokenizer import load_tokenizer
 from comb.cache.store import PICacheStore, StoreFullError

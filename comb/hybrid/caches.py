@@ -23,9 +23,8 @@ from transformers.cache_utils import (
     LinearAttentionLayer,
 )
 
-from comb.backbones.forward import decoder_of, run_decoder, takes_positions
+from comb.backbones.forward import StateCache, decoder_of, empty_cache_of, run_decoder, takes_positions
 from comb.backbones.identity import identity_of
-from comb.backbones.state_cache import StateCache, empty_cache_of
 from comb.backbones.transformers_private import classes_beside
 from comb.linking.cache import RoomyLayer
 

@@ -1,22 +1,19 @@
 """Compiles one segment of a hybrid backbone: a pure function of model, token ids and seam widths.
 
-The segment runs alone from position zero, in an empty cache. Values computed in the context of a request are never
-kept: they would depend on who asked first. `extend` and `restore` are for exact reuse of a prompt's prefix: nothing is
-moved or composed, the states are those of this very prefix.
+`extend` and `restore` are for exact reuse of a prompt's prefix: nothing is moved or composed there.
 """
 
 from __future__ import annotations
 
-import functools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 
-from comb.backbones.state_cache import count_in
+from comb.backbones.forward import count_in
 from comb.hybrid.caches import attention_layers, give_room, last_columns, new_cache, read_state, run, write_state
 from comb.hybrid.picache import HybridPICache, SegmentState
-from comb.hybrid.support import HybridSupport, LinearLayer, Recording, record, transition_of
+from comb.hybrid.support import HybridSupport, record, transition_of
 from comb.hybrid.transition import Transition, TransitionError
 from comb.waits import all_finite
 
@@ -57,14 +54,35 @@ def compile_segment(
     before = [] if leading else list(front)
     # causal: what stands behind the interior can't change it
     recording = record(model, before + ids[:end], len(before) + start)
-    head_states = functools.cache(functools.partial(_head_states, model, recording))
     linear: dict[int, SegmentState] = {}
-    transitions: dict[int, Transition] = {}
+    transitions: dict[int, Transition] = {}  # before they are rounded to `dtype`
+    earlier: Any = None
     for number, layer in support.linear.items():
-        linear[number], transition = _interior(model, support, recording, head_states, number, layer, dtype)
-        if transition is not None:
-            transitions[number] = transition
-    _check(transitions)
+        columns, last = read_state(recording.cache, number)
+        kept = None if columns is None else last_columns(columns, end - start)
+        if last is None:
+            linear[number] = SegmentState(columns=kept)
+            continue
+        transition, state = transition_of(model, recording, number, layer, support.step)
+        if state is None:  # S is what T S_before leaves of the last state
+            state = last.float()
+            if recording.start:
+                if earlier is None:
+                    earlier = new_cache(model)
+                    run(model, recording.token_ids[: recording.start], earlier, 0)
+                _, state_before = read_state(earlier, number)
+                assert state_before is not None
+                state = state - transition.apply(state_before.float())
+        linear[number] = SegmentState(kept, state.to(dtype), transition.stored(dtype))
+        transitions[number] = transition
+    if transitions:  # `Transition.check` for all layers, with one wait for a GPU
+        measured = [transition.measured() for transition in transitions.values()]
+        found = torch.stack([one.to(measured[0].device) for one in measured]).tolist()
+        for (number, transition), values in zip(transitions.items(), found, strict=True):
+            try:
+                transition.judge(*values)
+            except TransitionError as error:
+                raise ValueError(f"layer {number}: {error}") from error
     attention = {
         number: (layer.keys[0, :, recording.start :].clone(), layer.values[0, :, recording.start :].clone())
         for number, layer in attention_layers(recording.cache).items()
@@ -78,50 +96,6 @@ def compile_segment(
             f"weights are damaged, or its values overflow in {model.dtype} or {dtype}"
         )
     return picache
-
-
-def _head_states(model: Any, recording: Recording) -> Any:
-    """A cache behind the tokens in front of the interior."""
-    cache = new_cache(model)
-    run(model, recording.token_ids[: recording.start], cache, 0)
-    return cache
-
-
-def _interior(
-    model: Any,
-    support: HybridSupport,
-    recording: Recording,
-    head_states: Callable[[], Any],
-    number: int,
-    layer: LinearLayer,
-    dtype: torch.dtype,
-) -> tuple[SegmentState, Transition | None]:
-    """A linear layer's part, and its transition as it was before it was rounded to `dtype`."""
-    columns, last = read_state(recording.cache, number)
-    kept = None if columns is None else last_columns(columns, len(recording.token_ids) - recording.start)
-    if last is None:
-        return SegmentState(columns=kept), None
-    transition, state = transition_of(model, recording, number, layer, support.step)
-    if state is None:
-        state = last.float()
-        if recording.start:
-            _, earlier = read_state(head_states(), number)
-            assert earlier is not None
-            state = state - transition.apply(earlier.float())
-    return SegmentState(kept, state.to(dtype), transition.stored(dtype)), transition
-
-
-def _check(transitions: Mapping[int, Transition]) -> None:
-    """`Transition.check` for all layers, with one wait for a GPU. Raises ValueError with the layer's number."""
-    if not transitions:
-        return
-    measured = [transition.measured() for transition in transitions.values()]
-    found = torch.stack([one.to(measured[0].device) for one in measured]).tolist()
-    for (number, transition), values in zip(transitions.items(), found, strict=True):
-        try:
-            transition.judge(*values)
-        except TransitionError as error:
-            raise ValueError(f"layer {number}: {error}") from error
 
 
 @torch.no_grad()
@@ -151,8 +125,8 @@ def restore(model: Any, pieces: Sequence[HybridPICache], length: int) -> Any:
         return cache
     device = model.get_input_embeddings().weight.device
     for number, part in pieces[-1].linear.items():
-        row = [None if tensor is None else tensor[None].to(device) for tensor in (part.columns, part.state)]
-        write_state(cache, number, row[0], row[1])
+        columns, state = (None if tensor is None else tensor[None].to(device) for tensor in (part.columns, part.state))
+        write_state(cache, number, columns, state)
     count_in(cache, sum(piece.num_tokens for piece in pieces))
     for number in pieces[0].attention:
         # a head is on the device already, what a store keeps may not be

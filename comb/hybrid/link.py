@@ -18,8 +18,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from comb.backbones.stages import StageTimes
-from comb.backbones.state_cache import count_in
+from comb.backbones.forward import StageTimes, count_in
 from comb.hybrid.caches import give_room, new_cache, read_state, run, shift_in, write_state
 from comb.hybrid.picache import HybridPICache, SegmentState
 from comb.hybrid.probe import apply_on

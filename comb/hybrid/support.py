@@ -14,10 +14,9 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from comb.backbones.exclusive import exclusive
-from comb.backbones.identity import identity_of
+from comb.backbones.forward import StateCache
+from comb.backbones.identity import exclusive, identity_of
 from comb.backbones.rotary import RotaryEmbedding, why_length_dependent
-from comb.backbones.state_cache import StateCache
 from comb.hybrid.caches import attention_layers, has_states, new_cache, odd_layers, read_state, run, states_of
 from comb.hybrid.families.scalar import constant_decay
 from comb.hybrid.probe import LayerRun, TransitionProbe, apply_on, watch_layers

@@ -13,9 +13,8 @@ from torch import Tensor
 from transformers.cache_utils import DynamicCache
 
 from comb.backbones.attention_calls import attention
-from comb.backbones.exclusive import exclusive
 from comb.backbones.forward import run_decoder, takes_positions
-from comb.backbones.identity import identity_of
+from comb.backbones.identity import exclusive, identity_of
 from comb.backbones.rotary import length_limit
 from comb.cache.picache import DecoderPICache
 from comb.linking.cache import ScatterCache, Span, assemble

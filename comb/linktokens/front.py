@@ -1,4 +1,4 @@
-"""What is learned of link tokens, and the keys and values that it gives.
+"""What an adapter of link tokens is (its configuration), what it has learned, and the keys and values that it gives.
 
 Legend: n link tokens, H cached heads, D and E channels of a key and of a value.
 """
@@ -14,15 +14,50 @@ import torch
 from torch import Tensor, nn
 from transformers.cache_utils import DynamicCache
 
-from comb.backbones.fingerprint import check_fingerprint
+from comb.backbones.adapter import AdapterConfig, check_fingerprint, check_types
+from comb.backbones.discovery import start_token_id
 from comb.backbones.forward import decoder_of
 from comb.backbones.identity import identity_of, settings_of
 from comb.backbones.loading import load_config
-from comb.linktokens.config import LinkTokensConfig
 from comb.model.weights import load_adapter, read_weights
 
 FrontKeyValues = list[tuple[Tensor, Tensor]]
 """Per layer, keys [H, n, D] and values [H, n, E] as the backbone caches them at positions 0 to n - 1."""
+
+
+class LinkTokensConfig(AdapterConfig):
+    """How many link tokens stand in front of a document while it is compiled, and the backbone they belong to.
+
+    Args:
+        num_link_tokens: n, in front of every document.
+        layer_shapes: per layer [kv_heads, channels of a key, channels of a value].
+
+    Raises:
+        ValueError: for a number below one.
+    """
+
+    model_type = "comb_linktokens"
+    method = "linktokens"
+    parts = ("front",)
+    otherwise = "not an adapter of link tokens; to put some on it, use LinkTokensForCausalLM.from_backbone"
+
+    num_link_tokens: int = 8
+    layer_shapes: list[list[int]] | None = None
+
+    def __post_init__(self, **kwargs: Any) -> None:
+        check_types(self)
+        if self.num_link_tokens < 1:
+            raise ValueError(f"num_link_tokens must be at least 1, got {self.num_link_tokens}")
+        if any(len(shape) != 3 for shape in self.layer_shapes or ()):
+            raise ValueError(
+                f"layer_shapes is a list of [kv_heads, channels of a key, of a value], got {self.layer_shapes}"
+            )
+        super().__post_init__(**kwargs)
+
+    @property
+    def placeholder_id(self) -> int:
+        """The token id that stands for a link token where a prompt is written as ids; it is never looked up."""
+        return start_token_id(self.get_text_config()) or 0
 
 
 class LearnedFront(nn.Module):
@@ -45,34 +80,21 @@ class LearnedFront(nn.Module):
 
     @property
     def length(self) -> int:
-        """n."""
+        # no attribute: the settings of a module are a part of its fingerprint
         return int(self.keys[0].shape[1])
 
     @property
     def fingerprint(self) -> str:
         """Names what has been learned so far, and what is done with it."""
-        found: str = identity_of(self).fact("fingerprint", self._digest)
-        return found
 
-    def _digest(self) -> str:
-        digest = hashlib.sha256(settings_of(self).encode())
-        for name, parameter in self.named_parameters():
-            digest.update(f"{name}:{tuple(parameter.shape)}:{parameter.dtype};".encode())
-            digest.update(parameter.detach().cpu().contiguous().view(torch.uint8).numpy().tobytes())
-        return digest.hexdigest()[:16]
+        def digest() -> str:
+            found = hashlib.sha256(settings_of(self).encode())
+            for name, parameter in self.named_parameters():
+                found.update(f"{name}:{tuple(parameter.shape)}:{parameter.dtype};".encode())
+                found.update(parameter.detach().cpu().contiguous().view(torch.uint8).numpy().tobytes())
+            return found.hexdigest()[:16]
 
-    @torch.no_grad()
-    def start_from(self, backbone: Any, token_ids: Sequence[int]) -> None:
-        """Makes it what n tokens are at the start of a prompt.
-
-        Raises:
-            ValueError: for another number of tokens.
-        """
-        if len(token_ids) != self.length:
-            raise ValueError(f"expected {self.length} tokens, one for each link token, got {len(token_ids)}")
-        for number, (keys, values) in enumerate(key_values(backbone, token_ids)):
-            self.keys[number].copy_(keys)
-            self.values[number].copy_(values)
+        return str(identity_of(self).fact("fingerprint", digest))
 
 
 def key_values(backbone: Any, token_ids: Sequence[int]) -> FrontKeyValues:
@@ -91,7 +113,7 @@ def published_front(name_or_path: str | Path, backbone: Any = None) -> tuple[Lea
         backbone: checked to be the adapter's, and where the front's tensors go.
 
     Raises:
-        OSError, ValueError: if it can't be loaded, as `LinkTokensForCausalLM.from_pretrained` does.
+        OSError, ValueError: as `LinkTokensForCausalLM.from_pretrained` does.
     """
     config: Any = load_config(name_or_path)
     if not isinstance(config, LinkTokensConfig):

@@ -15,15 +15,13 @@ from transformers import AutoModelForCausalLM, GenerationMixin, PreTrainedModel
 from transformers.cache_utils import DynamicCache
 
 from comb.backbones.discovery import UnsupportedBackboneError
-from comb.backbones.exclusive import exclusive
-from comb.backbones.identity import weights_fingerprint
+from comb.backbones.identity import exclusive, weights_fingerprint
 from comb.backbones.rotary import why_length_dependent
 from comb.linking.cache import plain_layer
 from comb.linking.masks import FRESH, PADDING, for_attention, visible
 from comb.linking.positions import UnmovableError
 from comb.linking.support import LinkSupport, find_support
-from comb.linktokens.config import LinkTokensConfig
-from comb.linktokens.front import LearnedFront, key_values
+from comb.linktokens.front import LearnedFront, LinkTokensConfig, key_values
 from comb.model.adapter import AdapterModel, device_of, floating, frozen_backbone, of_backbone
 
 
@@ -90,8 +88,12 @@ class LinkTokensForCausalLM(AdapterModel, GenerationMixin):
 
     def start_from(self, token_ids: Sequence[int]) -> None:
         """Makes the link tokens what these tokens are at the start of a prompt. Raises ValueError unless they are n."""
+        if len(token_ids) != self.num_link_tokens:
+            raise ValueError(f"expected {self.num_link_tokens} tokens, one for each link token, got {len(token_ids)}")
         with exclusive(self.backbone):
-            self.front.start_from(self.backbone, token_ids)
+            for number, (keys, values) in enumerate(key_values(self.backbone, token_ids)):
+                self.front.keys[number].copy_(keys)
+                self.front.values[number].copy_(values)
 
     @property
     def num_link_tokens(self) -> int:
@@ -100,7 +102,6 @@ class LinkTokensForCausalLM(AdapterModel, GenerationMixin):
 
     @property
     def placeholder_id(self) -> int:
-        """See `LinkTokensConfig.placeholder_id`."""
         return int(self.config.placeholder_id)
 
     @property
@@ -138,57 +139,48 @@ class LinkTokensForCausalLM(AdapterModel, GenerationMixin):
         """
         if segments is None or input_ids is None:
             return self.backbone(input_ids=input_ids, attention_mask=attention_mask, **kwargs)
-        if not linked:
+        support = self.trainable_support()
+        assert support.masks is not None
+        cache, inner = None, 0
+        if linked:
+            rows = segments
+            numbers = torch.arange(1, int(segments.max()) + 1, device=segments.device)
+            n, inner = self.num_link_tokens, len(numbers) * self.num_link_tokens
+            at = torch.arange(segments.shape[1], device=segments.device).expand_as(segments)
+            inside = segments[:, None] == numbers[:, None]  # [B, documents, T]
+            there = inside.any(-1)
+            # where a document's link tokens stand: n places in front of it; anywhere in rows with fewer documents
+            starts = at.gather(1, inside.int().argmax(-1)) - n
+            places = (starts[:, :, None] + torch.arange(n, device=segments.device)).flatten(1)  # [B, P]
+            owners = numbers.expand_as(there).masked_fill(~there, PADDING).repeat_interleave(n, dim=1)
+            keys, keys_at = torch.cat([owners, segments], dim=1), torch.cat([places, at], dim=1)
+            if inner:  # the link tokens' keys and values, turned to their places
+                cache, copies = DynamicCache(), len(segments) * len(numbers)
+                compiled_at = torch.arange(n, device=places.device).repeat(copies)
+                # 1: of no matter how long a prompt
+                rerotation = support.positions.rerotation(compiled_at, places.flatten(), 1, places.device)
+                for pair, rotations in zip(self.front(self.backbone.dtype), support.positions.layers, strict=True):
+                    turned = (
+                        rerotation.apply(tensor.repeat(1, copies, 1), rotation)
+                        for tensor, rotation in zip(pair, rotations, strict=True)
+                    )
+                    by_row = (tensor.unflatten(1, (len(segments), -1)).transpose(0, 1) for tensor in turned)
+                    cache.layers.append(plain_layer(*by_row))
+        else:
             fresh = segments == FRESH
-            alone = segments.masked_fill(~fresh, PADDING)
-            at = (fresh.cumsum(1) - 1).clamp_min(0)
-            return self._run(input_ids, alone, at, alone, at, None)
-        numbers = torch.arange(1, int(segments.max()) + 1, device=segments.device)
-        count, n = len(numbers), self.num_link_tokens
-        at = torch.arange(segments.shape[1], device=segments.device).expand_as(segments)
-        inside = segments[:, None] == numbers[:, None]  # [B, documents, T]
-        there = inside.any(-1)
-        # where a document's link tokens stand: n places in front of it; anywhere in rows with fewer documents
-        starts = at.gather(1, inside.int().argmax(-1)) - n
-        places = (starts[:, :, None] + torch.arange(n, device=segments.device)).flatten(1)  # [B, P]
-        owners = numbers.expand_as(there).masked_fill(~there, PADDING).repeat_interleave(n, dim=1)
-        keys, keys_at = torch.cat([owners, segments], dim=1), torch.cat([places, at], dim=1)
-        cache = self._cache(places, count) if count else None
-        return self._run(input_ids, segments, at, keys, keys_at, cache, inner=count * n)
-
-    def _run(
-        self, input_ids: Tensor, rows: Tensor, at: Tensor, keys: Tensor, keys_at: Tensor, cache: DynamicCache | None,
-        *, inner: int = 0,
-    ) -> Any:  # fmt: skip
-        masks = self.trainable_support().masks
-        assert masks is not None
-        kinds = {
+            rows = keys = segments.masked_fill(~fresh, PADDING)
+            at = keys_at = (fresh.cumsum(1) - 1).clamp_min(0)
+        masks = {
             kind: for_attention(visible(rows, keys, at, keys_at, window, inner=inner), self.backbone)
-            for kind, window in masks.windows
+            for kind, window in support.masks.windows
         }
         return self.backbone(
             input_ids=input_ids,
-            attention_mask=kinds if masks.mapping else next(iter(kinds.values())),
+            attention_mask=masks if support.masks.mapping else next(iter(masks.values())),
             position_ids=at,
             past_key_values=cache,
             use_cache=cache is not None,
         )
-
-    def _cache(self, places: Tensor, documents: int) -> DynamicCache:
-        """A cache of the link tokens in front of so many documents, turned to their `places` [B, P], any integers."""
-        rows = len(places)
-        at = torch.arange(self.num_link_tokens, device=places.device).repeat(rows * documents)
-        positions = self.trainable_support().positions
-        # of no matter how long a prompt
-        rerotation = positions.rerotation(at, places.flatten(), 1, places.device)
-        cache = DynamicCache()
-        for pair, rotations in zip(self.front(self.backbone.dtype), positions.layers, strict=True):
-            turned = (
-                rerotation.apply(tensor.repeat(1, rows * documents, 1), rotation)
-                for tensor, rotation in zip(pair, rotations, strict=True)
-            )
-            cache.layers.append(plain_layer(*(tensor.unflatten(1, (rows, -1)).transpose(0, 1) for tensor in turned)))
-        return cache
 
     def trainable_support(self) -> LinkSupport:
         """How the backbone is linked in whole rows. Raises ValueError where it can't be; the message says why."""

@@ -19,14 +19,13 @@ import torch
 from torch import Tensor
 
 from comb.backbones.attention_calls import ANSWERING, STAND_INS, Attended, AttentionCall, attention, stand_in
-from comb.backbones.exclusive import backbone_of
 from comb.backbones.forward import decoder_of
+from comb.backbones.identity import backbone_of
 from comb.backbones.torch_private import base_of, writes
 from comb.backbones.transformers_private import attention_name
-from comb.kernels.mac.dispatch import computed_step
-from comb.kernels.mac.fill import prompt_rows, rows_to_keep
+from comb.kernels.dispatch import computed_step
 from comb.kernels.mac.mac_config import MacConfig
-from comb.kernels.mac.state import MacState
+from comb.kernels.mac.state import MacState, prompt_rows, rows_to_keep
 from comb.locks import lock_of
 from comb.mac.accounting import LayerCounts, MacReport
 from comb.mac.passes import DecoderPass, PassReader, cache_layer, why_exact

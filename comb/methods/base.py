@@ -15,12 +15,10 @@ import torch
 from transformers import LogitsProcessorList
 from transformers.cache_utils import Cache, DynamicCache
 
-from comb.backbones.exclusive import backbone_of, exclusive
-from comb.backbones.forward import cache_argument, takes_positions
-from comb.backbones.identity import notice_rows
+from comb.backbones.attention_calls import choose_attention
+from comb.backbones.forward import StateCache, cache_argument, generating_behind, takes_positions
+from comb.backbones.identity import backbone_of, exclusive, notice_rows
 from comb.backbones.rotary import drops_cache, length_limit, prompt_limit, settle
-from comb.backbones.sdpa import choose_attention
-from comb.backbones.state_cache import StateCache, generating_behind
 from comb.backbones.whole import CheckedLogits, check_logits
 from comb.cache.picache import PICache, content_key
 from comb.linking.cache import fork_cache, repeat_rows

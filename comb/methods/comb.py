@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from comb.backbones.exclusive import exclusive
+from comb.backbones.identity import exclusive
 from comb.cache.picache import CrossPICache, PICache
 from comb.linking.support import takes_padded_rows
 from comb.methods.base import DecodeState, LinkRequest, Method

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from comb.backbones.exclusive import exclusive
 from comb.backbones.forward import counted_passes
+from comb.backbones.identity import exclusive
 from comb.backbones.rotary import why_length_dependent
 from comb.hybrid.caches import run
 from comb.hybrid.support import find_hybrid_support, is_hybrid

@@ -18,10 +18,9 @@ import torch
 
 from comb.backbones.adapter import trained_method
 from comb.backbones.discovery import start_token_id, text_config
-from comb.backbones.exclusive import backbone_of
-from comb.backbones.identity import identity_of, weights_fingerprint
-from comb.backbones.primer import own_tokenizer, primer_ids
+from comb.backbones.identity import backbone_of, identity_of, weights_fingerprint
 from comb.backbones.rotary import compile_limit, primer_limit
+from comb.backbones.tokenizer import own_tokenizer, primer_ids
 from comb.cache.picache import DecoderPICache
 from comb.linking.compile import compile_tokens
 from comb.methods.base import DecodeState, LinkRequest, Method

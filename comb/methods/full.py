@@ -10,9 +10,8 @@ from typing import Any
 import torch
 from transformers import GenerationConfig
 
-from comb.backbones.exclusive import exclusive
-from comb.backbones.fingerprint import backbone_fingerprint
-from comb.backbones.identity import identity_of
+from comb.backbones.adapter import backbone_fingerprint
+from comb.backbones.identity import exclusive, identity_of
 from comb.cache.picache import PICache, TokenPICache
 from comb.hybrid.caches import continued_cache
 from comb.linking.support import distance, made_up_tokens, takes_padded_rows, tolerance_of

@@ -7,8 +7,8 @@ from typing import Any, ClassVar, get_args
 
 import torch
 
-from comb.backbones.exclusive import exclusive
 from comb.backbones.forward import counted_passes
+from comb.backbones.identity import exclusive
 from comb.cache.picache import PICache
 from comb.hybrid.compile import compile_segment
 from comb.hybrid.link import Mode, link_segments

@@ -15,10 +15,9 @@ import torch
 from torch import Tensor
 
 from comb.backbones.attention_calls import watched
-from comb.backbones.exclusive import exclusive
-from comb.backbones.forward import counted_passes
+from comb.backbones.forward import StageTimes, counted_passes
+from comb.backbones.identity import exclusive
 from comb.backbones.rotary import compile_limit, why_length_dependent
-from comb.backbones.stages import StageTimes
 from comb.cache.picache import DecoderPICache, PICache
 from comb.linking.cache import ScatterCache, Span, assemble
 from comb.linking.compile import compile_tokens

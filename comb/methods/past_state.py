@@ -13,7 +13,7 @@ from typing import Any
 from torch import Tensor
 from transformers.cache_utils import Cache, DynamicCache, DynamicLayer, LinearAttentionCacheLayerMixin
 
-from comb.backbones.state_cache import StateCache
+from comb.backbones.forward import StateCache
 from comb.hybrid.caches import attention_layers, states_of
 from comb.linking.cache import RoomyLayer, plain_layer
 

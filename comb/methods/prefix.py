@@ -9,9 +9,8 @@ from collections.abc import Sequence
 from itertools import chain
 from typing import Any
 
-from comb.backbones.exclusive import exclusive
 from comb.backbones.forward import counted_passes
-from comb.backbones.identity import weights_fingerprint
+from comb.backbones.identity import exclusive, weights_fingerprint
 from comb.cache.picache import PICache
 from comb.hybrid.caches import run
 from comb.methods.base import DecodeState, LinkRequest, Method, SegmentUse

@@ -13,10 +13,9 @@ import torch
 from torch import Tensor, nn
 from transformers import GenerationConfig, PreTrainedModel
 
-from comb.backbones.adapter import AdapterConfig
+from comb.backbones.adapter import AdapterConfig, check_fingerprint, fingerprint
 from comb.backbones.damage import explained
 from comb.backbones.discovery import UnsupportedBackboneError
-from comb.backbones.fingerprint import check_fingerprint, fingerprint
 from comb.backbones.loading import HUB_ARGUMENTS, backbone_of_adapter, load_backbone, trained_quantised
 from comb.backbones.tokenizer import tokenizer_fingerprint
 from comb.backbones.unpublished import write_private

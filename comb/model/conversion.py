@@ -19,11 +19,11 @@ from safetensors.torch import load_file
 from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig, PreTrainedConfig, PreTrainedModel
 
+from comb.backbones.adapter import fingerprint
 from comb.backbones.damage import check_files, explained
-from comb.backbones.fingerprint import fingerprint
 from comb.backbones.tracebacks import named
 from comb.backbones.whole import check_finite
-from comb.documents.files import read_json
+from comb.files import read_json
 from comb.model.config import CombConfig, CombEncoderConfig
 from comb.model.modeling import CombForCausalLM
 from comb.model.weights import load_adapter

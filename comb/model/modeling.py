@@ -20,8 +20,8 @@ from transformers import (
     StoppingCriteriaList,
 )
 
+from comb.backbones.adapter import backbone_fingerprint
 from comb.backbones.discovery import BackboneInfo, inspect_backbone
-from comb.backbones.fingerprint import backbone_fingerprint
 from comb.backbones.identity import bit_sums, identity_of, settings_of
 from comb.cache.picache import CrossPICache
 from comb.model.config import CombConfig, CombEncoderConfig

@@ -14,7 +14,7 @@ from typing import Any
 
 import typer
 
-from comb.backbones.sdpa import SLOW_S
+from comb.backbones.attention_calls import SLOW_S
 
 Section = dict[str, Any]
 Figures = list[tuple[str, float]]  # of what, and how much

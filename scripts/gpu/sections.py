@@ -26,8 +26,8 @@ import typer
 from torch import Tensor
 
 from comb.bench.harness import in_turns, ratios
-from comb.cache.transfer import moved
 from comb.evaluation.table import Timing
+from comb.waits import moved
 
 # the writers of `ipc` start by importing this file: transformers, which takes seconds, is imported where it is needed
 if TYPE_CHECKING:
@@ -132,7 +132,7 @@ def decode(device: torch.device, *, tiny: bool) -> Section:
 def off_is_plain(model: CombForCausalLM) -> bool:
     """Whether logits and an answer without documents are the backbone's to the bit, after documents were read."""
     from comb import methods
-    from comb.backbones.exclusive import backbone_of
+    from comb.backbones.identity import backbone_of
     from comb.bench.work.random_prompts import RandomPrompt, vocabulary
 
     backbone = backbone_of(model)

@@ -7,8 +7,8 @@ import torch
 import transformers as tf
 from torch import nn
 
+from comb.backbones.adapter import backbone_fingerprint, check_fingerprint, fingerprint
 from comb.backbones.discovery import UnsupportedBackboneError, inspect_backbone
-from comb.backbones.fingerprint import backbone_fingerprint, check_fingerprint, fingerprint
 from comb.model.cross_attention import LayerHooks
 from tests.helpers.families import BASE, FAMILIES, tiny
 

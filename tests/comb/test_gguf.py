@@ -10,9 +10,8 @@ import pytest
 import torch
 
 from comb.backbones import backbones
-from comb.backbones.gguf import gguf_file
+from comb.backbones.gguf import PackagedModel, gguf_file
 from comb.backbones.loading import load_backbone, resolve_name
-from comb.backbones.packaged import PackagedModel
 
 
 @pytest.fixture(autouse=True)
@@ -59,7 +58,7 @@ def test_the_hubs_file_is_taken_where_it_is_the_same(
     asked: list[bool] = []
     monkeypatch.setattr("huggingface_hub.hf_hub_download", lambda *_, **__: str(tmp_path / "hub.gguf"))
     monkeypatch.setattr(PackagedModel, "_installed", lambda model: asked.append(True) or parts)
-    monkeypatch.setattr("comb.backbones.packaged.converted", lambda file, name: file.read_bytes())
+    monkeypatch.setattr("comb.backbones.gguf.converted", lambda file, name: file.read_bytes())
     digest = hashlib.sha256(b"the hub's").hexdigest()
     assert PackagedModel("x", "o/x", [("p", "1", "m")], digest, 1, ("o/x", "x.gguf")).folder() == b"the hub's"
     assert bool(asked) != same  # else the packages' parts, one behind another

@@ -16,17 +16,17 @@ import transformers as tf
 from torch import Tensor
 
 from comb import methods
-from comb.backbones.exclusive import exclusive
+from comb.backbones.identity import exclusive
 from comb.hybrid.caches import new_cache, read_state, run
 from comb.hybrid.compile import compile_segment
-from comb.hybrid.families.dense import DenseTransition, of_gates, recurrence
-from comb.hybrid.families.scalar import ScalarTransition
 from comb.hybrid.link import LinkedPrompt, link_segments
 from comb.hybrid.picache import HybridPICache
 from comb.hybrid.probe import TransitionProbe
 from comb.hybrid.scans import listen
 from comb.hybrid.support import find_hybrid_support, record, transition_of
+from comb.hybrid.transition import DenseTransition, ScalarTransition
 from tests.helpers.hybrids import BASE, HYBRIDS, slow_decays, tiny_hybrid
+from tests.helpers.recurrences import dense_of, recurrence
 from tests.helpers.ring_model import tiny_ring
 
 MODELS = (*HYBRIDS, "ring", "ring_dense")
@@ -291,15 +291,15 @@ def test_dense_transitions_are_the_product_of_the_tokens(name: str, tokens: int)
     arguments = heard[0]
     gates, betas, keys, values = (arguments[key][0, start:].double() for key in ("g", "beta", "key", "value"))
     keys = keys / (keys.square().sum(dim=-1, keepdim=True) + 1e-6).sqrt()
-    naive = of_gates(gates, betas, keys)
+    naive = dense_of(gates, betas, keys)
     assert fast.tensor.shape == naive.tensor.shape
     assert error(fast.tensor.double(), naive.tensor) < 1e-5
     assert state is not None
     zeros = torch.zeros(keys.shape[1], keys.shape[2], values.shape[2], dtype=torch.float64)
-    assert error(state.double(), recurrence(gates, betas, keys, values, zeros)) < 1e-5
+    assert error(state.double(), recurrence(gates, keys, values, zeros, betas=betas)) < 1e-5
     assert float(torch.linalg.matrix_norm(fast.tensor, 2).amax()) <= 1 + 1e-5
     if tokens > 1:  # the control: earlier tokens on the left
-        assert error(of_gates(gates.flip(0), betas.flip(0), keys.flip(0)).tensor, naive.tensor) > 1e-3
+        assert error(dense_of(gates.flip(0), betas.flip(0), keys.flip(0)).tensor, naive.tensor) > 1e-3
 
 
 @pytest.mark.parametrize("name", MODELS)

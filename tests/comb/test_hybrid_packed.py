@@ -12,8 +12,8 @@ import torch
 from torch import Tensor
 
 from comb import methods
-from comb.backbones.exclusive import exclusive
 from comb.backbones.forward import decoder_of
+from comb.backbones.identity import exclusive
 from comb.hybrid import packed
 from comb.hybrid.caches import attention_layers, read_state
 from comb.hybrid.link import SequentialLinker

@@ -12,13 +12,13 @@ import torch
 import transformers as tf
 
 from comb import methods
-from comb.backbones.exclusive import exclusive
+from comb.backbones.identity import exclusive
 from comb.hybrid import scans
 from comb.hybrid.caches import attention_layers, give_room, new_cache, read_state, run, write_state
-from comb.hybrid.families.dense import DenseTransition
 from comb.hybrid.probe import TransitionProbe
 from comb.hybrid.scans import listen
 from comb.hybrid.support import find_hybrid_support, read_states, record
+from comb.hybrid.transition import DenseTransition
 from comb.linking.cache import RoomyLayer, fork_cache
 from comb.linking.positions import UnmovableError, explain_states, states_by_position
 from tests.comb.test_hybrid_link import EXACT, A, B, error, logits

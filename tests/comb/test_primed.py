@@ -12,7 +12,7 @@ from transformers import DynamicCache
 
 from comb import methods
 from comb.backbones.forward import counted_passes
-from comb.backbones.primer import PASSAGE
+from comb.backbones.tokenizer import PASSAGE
 from comb.engine.engine import PICEngine
 from comb.methods.linked import Linked
 from tests.comb.test_linking import DOCUMENTS, GAPS, HEAD, LINKABLE, QUERY, error, model_of

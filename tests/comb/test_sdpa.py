@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from comb import methods
-from comb.backbones import sdpa
+from comb.backbones import attention_calls
 from tests.helpers.byte_text import byte_llama
 
 
@@ -32,13 +32,13 @@ class Kernels:
 
 @pytest.fixture(autouse=True)
 def _forgotten() -> Iterator[None]:
-    sdpa._chosen.clear()
+    attention_calls._chosen.clear()
     yield
-    sdpa._chosen.clear()
+    attention_calls._chosen.clear()
 
 
 def choose(kernels: Kernels, device: str = "cuda:0") -> bool:
-    sdpa.choose_attention(torch.device(device), new_and_again=kernels.measure, backend=kernels)
+    attention_calls.choose_attention(torch.device(device), new_and_again=kernels.measure, backend=kernels)
     return kernels.on
 
 

@@ -7,12 +7,12 @@ from typing import Any
 import pytest
 import torch
 
-from comb.backbones.stages import StageTimes
+from comb.backbones.forward import StageTimes
 
 
 def test_times_add_up_and_a_part_is_no_part_of_the_whole(monkeypatch: pytest.MonkeyPatch) -> None:
     clock = iter([0.0, 1.0, 4.0, 9.0, 20.0, 21.0])
-    monkeypatch.setattr("comb.backbones.stages.time.perf_counter", lambda: next(clock))
+    monkeypatch.setattr("comb.backbones.forward.time.perf_counter", lambda: next(clock))
     times = StageTimes(torch.device("cpu"), "compose")
     assert dict(times) == {"compose": 0.0}
     with times.timed("recompute"), times.timed("compose", within="recompute"):

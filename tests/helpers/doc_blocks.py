@@ -200,7 +200,7 @@ def environment(home: Path) -> dict[str, str]:
 
 def fill_cache(home: Path) -> None:
     """A Hugging Face cache (HF_HOME) as after downloads of the models that pages name."""
-    from comb.backbones.packaged import MODELS
+    from comb.backbones.gguf import MODELS
 
     for name, (config, more) in HUB.items():
         folder = home / "hub" / f"models--{name.replace('/', '--')}"

@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch import nn
 
-from comb.backbones.fingerprint import fingerprint
+from comb.backbones.adapter import fingerprint
 from tests.helpers.engines import checkpoint
 from tests.helpers.families import tiny
 

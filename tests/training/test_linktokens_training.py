@@ -12,7 +12,7 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
 from comb import LinkTokensForCausalLM, PICEngine, Prompt
-from comb.backbones.primer import primer_ids
+from comb.backbones.tokenizer import primer_ids
 from comb.linking.masks import visible
 from comb_training.config import config_from_dict
 from comb_training.data.batches import TrainingExample

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from comb.backbones.exclusive import backbone_of
+from comb.backbones.identity import backbone_of
 from comb.cache.picache import PICache
 from comb.methods.base import Method
 

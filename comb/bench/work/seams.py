@@ -20,8 +20,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
-from comb.backbones.attention_calls import AttentionCall
-from comb.backbones.sdpa import choose_attention, seconds_of_lengths
+from comb.backbones.attention_calls import AttentionCall, choose_attention, seconds_of_lengths
 from comb.bench.harness import BenchmarkReport, or_refused
 from comb.bench.work.kernel_cases import BOUNDS, TILE
 from comb.evaluation.table import Column, Row, TextTable, Timing

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from comb.backbones.discovery import decoder_layers, layer_input
-from comb.backbones.exclusive import backbone_of, exclusive
+from comb.backbones.identity import backbone_of, exclusive
 from comb.evaluation.table import Row
 from comb.hybrid.caches import new_cache, read_state, run
 from comb.hybrid.support import find_hybrid_support

@@ -15,8 +15,8 @@ from torch import Tensor
 from transformers.cache_utils import DynamicCache
 
 from comb import methods
-from comb.backbones.exclusive import backbone_of, exclusive
 from comb.backbones.forward import run_decoder
+from comb.backbones.identity import backbone_of, exclusive
 from comb.backbones.rotary import compile_limit, length_limit, prompt_limit
 from comb.cache.picache import DecoderPICache
 from comb.methods.base import DecodeState, Method

@@ -17,9 +17,9 @@ from huggingface_hub.errors import HFValidationError
 from jinja2 import UndefinedError
 
 from comb.backbones import backbones
-from comb.backbones.fingerprint import fingerprint_name
+from comb.backbones.adapter import fingerprint_name
+from comb.backbones.gguf import MODELS
 from comb.backbones.loading import backbone_beside, is_hub_id, resolve_name
-from comb.backbones.packaged import MODELS
 from comb.backbones.unpublished import public
 from comb.hub.card.facts import RESULTS, TRAINING, eval_results, read_evaluations, read_training
 from comb.hub.hub_errors import HUB_ERRORS, reason

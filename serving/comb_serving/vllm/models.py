@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from vllm.model_executor.model_loader.default_loader import DefaultModelLoader
 from vllm.model_executor.models import ModelRegistry
 
-from comb.backbones.fingerprint import same_embedding
+from comb.backbones.adapter import same_embedding
 from comb_serving.vllm import PREFIX
 from comb_serving.vllm.block import PagedCrossBlock, checkpoint_weights, load_weight
 from comb_serving.vllm.checkpoint import ATTRIBUTE, encoder_config

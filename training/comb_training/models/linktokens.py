@@ -13,17 +13,15 @@ from typing import Any
 import torch
 
 from comb.backbones.loading import load_config
-from comb.backbones.primer import primer_ids
 from comb.backbones.rotary import primer_limit
-from comb.backbones.tokenizer import load_tokenizer
+from comb.backbones.tokenizer import load_tokenizer, primer_ids
 from comb.documents.datasets import Counts
 from comb.documents.document import Prompt
 from comb.linking.masks import FRESH, PADDING
 from comb.linktokens.modeling import LinkTokensForCausalLM
 from comb_training.config import Config
 from comb_training.data.batches import Collator, TrainingExample
-from comb_training.models.loading import device_of, dtype_of
-from comb_training.models.method import TrainingMethod, trained_options, training_methods
+from comb_training.models.method import TrainingMethod, device_of, dtype_of, trained_options, training_methods
 
 
 @dataclass

@@ -9,7 +9,7 @@ from typing import Any
 
 from transformers import set_seed
 
-from comb.backbones.sdpa import choose_attention
+from comb.backbones.attention_calls import choose_attention
 from comb.documents.datasets import Counts
 from comb.documents.document import PromptBuilder
 from comb.evaluation.record import check_writable
@@ -19,7 +19,7 @@ from comb_training.data.batches import TrainingExample
 from comb_training.data.mixture import prompt_builder, read_tokenized
 from comb_training.data.token_statistics import TokenStatistics, statistics_by_set
 from comb_training.models import training_method
-from comb_training.models.loading import device_of, model_tokenizer, options_named, set_threads
+from comb_training.models.method import device_of, model_tokenizer, options_named, set_threads
 from comb_training.trainer.accelerator import check_tools
 from comb_training.trainer.run_log import LOG
 

@@ -6,12 +6,11 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from comb.backbones.fingerprint import same_embedding
+from comb.backbones.adapter import same_embedding
 from comb.backbones.loading import load_config
-from comb.backbones.primer import primer_ids
 from comb.backbones.rotary import primer_limit
-from comb.backbones.tokenizer import load_tokenizer
-from comb.linktokens.config import LinkTokensConfig
+from comb.backbones.tokenizer import load_tokenizer, primer_ids
+from comb.linktokens.front import LinkTokensConfig
 from comb.methods.fronts import dummy_ids
 from comb_serving.config.serve_options import ServeOptions
 from comb_serving.linking.methods import LinkMethod
