@@ -1,4 +1,4 @@
-"""PICache: the reusable result of compiling one segment; its types and its content key.
+"""PICache: the reusable result of compiling one segment; its kinds, its content key, and its bytes in a file.
 
 A new kind of PICache is one class and one registration: subclass `PICache`, decorate with `@register_kind`.
 """
@@ -6,6 +6,7 @@ A new kind of PICache is one class and one registration: subclass `PICache`, dec
 from __future__ import annotations
 
 import hashlib
+import json
 import struct
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Mapping, Sequence
@@ -13,13 +14,16 @@ from dataclasses import dataclass, fields
 from functools import cached_property
 from typing import Any, ClassVar, Self, TypeVar
 
+import safetensors.torch
 import torch
 from torch import Tensor
 
-from comb.cache.transfer import is_on, moved
 from comb.registry import Registry
+from comb.waits import moved
 
 KEY_VERSION = 1
+FORMAT_VERSION = 1
+_METADATA = {"format_version", "kind", "fingerprint", "key", "checksum"}
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -63,33 +67,30 @@ class PICache(ABC):
         next power of two.
         """
         tensors, there = self.tensors(), torch.device(device)
-        away = {name: one for name, one in tensors.items() if one.dtype != torch.int64 and not is_on(one, there)}
-        if len({tensor.device for tensor in away.values()}) == 1 and not any(
-            one.requires_grad for one in away.values()
+        copied = {name: tensor for name, tensor in tensors.items() if tensor.dtype != torch.int64}
+        if len({tensor.device for tensor in copied.values()}) == 1 and not any(
+            tensor.requires_grad for tensor in copied.values()
         ):
-            away = moved(away, there)
-        after = {**tensors, **away}
-        return self._changed(
-            tensors, {n: one.to("cpu" if one.dtype == torch.int64 else there) for n, one in after.items()}
-        )
+            copied = moved(copied, there)  # other ones each by itself
+        after = {**tensors, **copied}
+        return self._with({n: one.to("cpu" if one.dtype == torch.int64 else there) for n, one in after.items()})
 
     def standalone(self) -> Self:
         """The same values without gradients, and keeping alive no more memory than `nbytes`; self if it is so already.
 
         A slice of a batch keeps the whole batch alive, which no byte budget could account for.
         """
-
-        def own(tensor: Tensor) -> Tensor:
-            tensor = tensor.detach() if tensor.requires_grad else tensor
-            return tensor if tensor.untyped_storage().nbytes() <= tensor.nbytes else tensor.clone()
-
         tensors = self.tensors()
-        return self._changed(tensors, {name: own(tensor) for name, tensor in tensors.items()})
+        for name, tensor in tensors.items():
+            own = tensor.detach() if tensor.requires_grad else tensor
+            tensors[name] = own if own.untyped_storage().nbytes() <= own.nbytes else own.clone()
+        return self._with(tensors)
 
-    def _changed(self, before: Mapping[str, Tensor], after: Mapping[str, Tensor]) -> Self:
-        if all(after[name] is tensor for name, tensor in before.items()):
+    def _with(self, tensors: Mapping[str, Tensor]) -> Self:
+        """A PICache of these tensors; self where they are its own."""
+        if all(tensors[name] is tensor for name, tensor in self.tensors().items()):
             return self
-        return self.from_tensors(self.fingerprint, after)
+        return self.from_tensors(self.fingerprint, tensors)
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}({self.num_tokens} tokens, {self.nbytes} bytes, {self.fingerprint!r})"
@@ -191,9 +192,9 @@ class DecoderPICache(PICache):
         return self.keys[0].shape[1]
 
     def tensors(self) -> dict[str, Tensor]:
-        keys = {f"keys.{layer}": tensor for layer, tensor in enumerate(self.keys)}
-        values = {f"values.{layer}": tensor for layer, tensor in enumerate(self.values)}
-        return keys | values | ({} if self.token_ids is None else {"token_ids": self.token_ids})
+        tensors = {f"keys.{layer}": tensor for layer, tensor in enumerate(self.keys)}
+        tensors |= {f"values.{layer}": tensor for layer, tensor in enumerate(self.values)}
+        return tensors if self.token_ids is None else {**tensors, "token_ids": self.token_ids}
 
     @classmethod
     def from_tensors(cls, fingerprint: str, tensors: Mapping[str, Tensor]) -> Self:
@@ -214,8 +215,6 @@ def content_key(
     token_ids: Sequence[int] | Tensor, *, fingerprint: str, method: str, dtype: torch.dtype | str, salt: str = ""
 ) -> str:
     """The PICache's key: sha256 hex over everything that changes its content, and over the tenant's `salt`.
-
-    Every field is length-prefixed, so no two different inputs have the same encoding.
 
     Args:
         token_ids: the segment's ids, at least one, each >= 0.
@@ -241,9 +240,79 @@ def content_key(
 
 
 def framed_sha256(parts: Iterable[bytes | memoryview]) -> str:
-    """sha256 hex over length-prefixed parts."""
+    """sha256 hex over length-prefixed parts, so that no two different inputs have the same encoding."""
     digest = hashlib.sha256()
     for part in parts:
         digest.update(struct.pack("<Q", len(part)))
         digest.update(part)
     return digest.hexdigest()
+
+
+# ---- files: safetensors, so no pickle, and readable by any of its tools ----
+
+
+class PICacheError(ValueError):
+    """A stored PICache can't be used: truncated, damaged, or made for another version, key or kind."""
+
+
+def serialize(pic: PICache, key: str) -> bytes:
+    """`pic` as the bytes of a safetensors file. Dtypes: whatever safetensors has, bf16, int8 and fp8 among them.
+
+    Args:
+        key: the key it is to be found under; `deserialize` refuses the file under another one.
+    """
+    metadata = {"format_version": str(FORMAT_VERSION), "kind": pic.kind, "fingerprint": pic.fingerprint, "key": key}
+    # safetensors refuses tensors that overlap in memory (keys and values cut from one buffer), hence the copies
+    tensors = {
+        name: tensor.detach().clone(memory_format=torch.contiguous_format)
+        for name, tensor in pic.to("cpu").tensors().items()
+    }
+    metadata["checksum"] = _checksum(metadata, tensors)
+    return safetensors.torch.save(tensors, metadata=metadata)
+
+
+def deserialize(data: bytes, key: str, device: torch.device | str = "cpu") -> PICache:
+    """The PICache that `serialize` wrote, on `device`.
+
+    Raises:
+        PICacheError: truncated, damaged (checksum), or of another format version, key or kind.
+    """
+    length = int.from_bytes(data[:8], "little")
+    if len(data) < 8 or length > len(data) - 8:
+        raise PICacheError(f"truncated: {len(data)} bytes don't hold the file's header")
+    try:
+        metadata = dict(json.loads(data[8 : 8 + length])["__metadata__"])
+        version = metadata["format_version"]
+    except (ValueError, KeyError, TypeError, RecursionError) as error:
+        raise PICacheError(f"not a PICache file: unreadable header ({type(error).__name__}: {error})") from error
+    if version != str(FORMAT_VERSION):
+        raise PICacheError(f"format version {FORMAT_VERSION} expected, got {version}; compile the document again")
+    # also what comb no longer writes: a file with a time to live must not live for ever
+    if metadata.keys() != _METADATA or not all(isinstance(value, str) for value in metadata.values()):
+        raise PICacheError(f"not a PICache file: metadata {sorted(_METADATA)} expected, got {sorted(metadata)}")
+    if metadata["key"] != key:
+        raise PICacheError(f"key {key!r} expected, the file holds {metadata['key']!r}")
+    if metadata["kind"] not in PICACHE_KINDS:
+        raise PICacheError(f"unknown PICache kind {metadata['kind']!r}; known: {', '.join(PICACHE_KINDS.names())}")
+    try:
+        tensors = safetensors.torch.load(data)
+    except Exception as error:  # SafetensorError on a bad layout, but KeyError and others on a bad dtype or shape
+        raise PICacheError(f"truncated or damaged: {type(error).__name__}: {error}") from error
+    if _checksum(metadata, tensors) != metadata["checksum"]:
+        raise PICacheError("damaged: the checksum does not match the content")
+    try:
+        return PICACHE_KINDS.get(metadata["kind"]).from_tensors(metadata["fingerprint"], tensors).to(device)
+    except (KeyError, ValueError) as error:
+        raise PICacheError(f"kind {metadata['kind']!r} does not hold these tensors: {error}") from error
+
+
+def _checksum(metadata: Mapping[str, str], tensors: Mapping[str, Tensor]) -> str:
+    """Of all that is used of a file, its padding aside: a changed byte anywhere else is noticed."""
+    parts: list[bytes | memoryview] = []
+    for name, text in sorted(metadata.items()):
+        if name != "checksum":
+            parts += [name.encode(), text.encode("utf-8", "surrogatepass")]
+    for name, tensor in sorted(tensors.items()):
+        parts += [name.encode(), f"{tensor.dtype}{list(tensor.shape)}".encode()]
+        parts.append(tensor.contiguous().reshape(-1).view(torch.uint8).numpy().data)
+    return framed_sha256(parts)

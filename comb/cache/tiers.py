@@ -15,10 +15,9 @@ from typing import Any
 
 import torch
 
-from comb.cache.atomic import private_folder, write_whole
 from comb.cache.index import IndexEntry, Tier
-from comb.cache.picache import PICache
-from comb.cache.picache_file import PICacheError, deserialize, serialize
+from comb.cache.picache import PICache, PICacheError, deserialize, serialize
+from comb.files import private_folder, write_whole
 
 logger = logging.getLogger(__name__)
 

@@ -4,8 +4,7 @@ Token ids are cut, never text: a splitter only chooses places between tokens, so
 Splitters go from coarse units to fine ones (paragraphs, then sentences, then tokens): a unit that is too long is cut at
 the next finer boundary, and short neighbours are packed together up to the budget.
 
-A splitter of your own is a function from text to character offsets, given where a splitter's name goes, or a subclass
-(those that come along are files in `comb.documents.splitters`):
+A splitter of your own is a function from text to character offsets, given where a splitter's name goes, or a subclass:
 
     @splitters.register("verses")
     class Verses(Splitter):
@@ -34,7 +33,7 @@ DEFAULT_MAX_TOKENS = 512
 _BROKEN = "\N{REPLACEMENT CHARACTER}"
 _LONGEST_CHARACTER = 8  # tokens; four bytes of UTF-8, and then some for tokenizers that normalise
 
-splitters: Registry[type[Splitter]] = Registry("splitter", "comb.documents.splitters")
+splitters: Registry[type[Splitter]] = Registry("splitter")
 """Splitters by name; `splitters.register("mine")` decorates a subclass of `Splitter`."""
 
 
@@ -66,19 +65,24 @@ class Splitter:
         """
         if len(token_ids) != len(pieces):
             raise ValueError(f"expected the text of each of {len(token_ids)} tokens, got {len(pieces)} pieces")
-        cuts = self._cuts(pieces) if token_ids else []
-        return [tuple(token_ids[first:last]) for first, last in pairwise([*cuts, len(token_ids)])]
-
-    def _cuts(self, pieces: Sequence[str]) -> list[int]:
-        """First token of every segment."""
-        starts = [0, *accumulate(len(piece) for piece in pieces)]
-        text = "".join(pieces)
         if len(pieces) <= self.max_tokens:
-            return [0]
-        offsets = [_checked(level(text), len(text)) for level in self.levels]
-        # cuts are in front of the first token at or behind an offset
-        levels = [sorted({bisect_left(starts, offset) for offset in level}) for level in offsets]
-        return [first for first, _ in self._parts(0, len(pieces), levels)]
+            return [tuple(token_ids)] if token_ids else []
+        text, starts = "".join(pieces), [0, *accumulate(len(piece) for piece in pieces)]
+        levels = []
+        for level in self.levels:
+            offsets = level(text)
+            try:
+                found = [operator.index(offset) for offset in offsets]
+            except TypeError as error:
+                raise ValueError(f"a boundary function gives whole numbers, got {offsets!r:.80}") from error
+            inside = all(0 <= offset <= len(text) for offset in found)
+            if not inside or any(later <= earlier for earlier, later in pairwise(found)):
+                raise ValueError(
+                    f"a boundary function gives increasing offsets within 0..{len(text)}, got {found[:8]}..."
+                )
+            # cuts are in front of the first token at or behind an offset
+            levels.append(sorted({bisect_left(starts, offset) for offset in found}))
+        return [tuple(token_ids[first:last]) for first, last in self._parts(0, len(pieces), levels)]
 
     def _parts(self, first: int, last: int, levels: Sequence[Sequence[int]]) -> list[tuple[int, int]]:
         """Half-open parts of first..last within the budget, cut at `levels` and packed."""
@@ -86,18 +90,13 @@ class Splitter:
             return [(first, last)]
         if not levels:
             return [(cut, min(cut + self.max_tokens, last)) for cut in range(first, last, self.max_tokens)]
-        inside = [cut for cut in levels[0] if first < cut < last]
-        units = pairwise([first, *inside, last])
-        parts = [part for unit in units for part in self._parts(*unit, levels[1:])]
-        return self._packed(parts)
-
-    def _packed(self, parts: list[tuple[int, int]]) -> list[tuple[int, int]]:
-        packed = parts[:1]
-        for first, last in parts[1:]:
-            if last - packed[-1][0] <= self.max_tokens:
-                packed[-1] = (packed[-1][0], last)
-            else:
-                packed.append((first, last))
+        packed: list[tuple[int, int]] = []
+        for unit in pairwise([first, *(cut for cut in levels[0] if first < cut < last), last]):
+            for begin, end in self._parts(*unit, levels[1:]):
+                if packed and end - packed[-1][0] <= self.max_tokens:
+                    packed[-1] = (packed[-1][0], end)
+                else:
+                    packed.append((begin, end))
         return packed
 
 
@@ -167,16 +166,79 @@ def token_pieces(tokenizer: Any, token_ids: Sequence[int]) -> list[str]:
     return [*found, *(piece[token] for token in part)]
 
 
-def _checked(offsets: Iterable[int], length: int) -> list[int]:
-    try:
-        found = [operator.index(offset) for offset in offsets]
-    except TypeError as error:
-        raise ValueError(f"a boundary function gives whole numbers, got {offsets!r:.80}") from error
-    if any(later <= earlier for earlier, later in pairwise(found)) or any(
-        not 0 <= offset <= length for offset in found
-    ):
-        raise ValueError(f"a boundary function gives increasing offsets within 0..{length}, got {found[:8]}...")
-    return found
+# ---- boundaries: where a paragraph, a line, a sentence or a word may start ----
+
+
+def _behind(pattern: str) -> Boundaries:
+    compiled = re.compile(pattern)
+
+    def boundaries(text: str) -> Iterator[int]:
+        return (match.end() for match in compiled.finditer(text))
+
+    return boundaries
+
+
+paragraphs = _behind(r"\n(?:[ \t\r]*\n)+")
+lines = _behind(r"\n")
+spaces = _behind(r"(?=\s\S)")  # in front of words, so that a word keeps together where it fits
+# not indented and behind a blank line: definitions with their comments and decorators
+top_level_blocks = _behind(r"\n[ \t\r]*\n(?=[^\s)}\]])")
+
+_SENTENCE_END = re.compile(r"[.!?…]+[\"'”’»)\]]*\s+|[。！？]+[」』”’）]*\s*")
+_ABBREVIATION = re.compile(
+    r"(?<!['’])\b(?:[A-Za-z]|Mr|Mrs|Ms|Dr|Prof|St|Sr|Jr|vs|etc|cf|al|Inc|Ltd|Co|Corp|Vol|approx|(?:[A-Za-z]\.)+[A-Za-z])\.\s*$"
+)
+_BEFORE_NUMBER = re.compile(r"\b(?:No|Fig|Eq|Sec|pp?|ca|Jan|Feb|Mar|Apr|Jun|Jul|Aug|Sept?|Oct|Nov|Dec)\.\s*$")
+_LIST_NUMBER = re.compile(r"(?:^|\n)[ \t]*\d{1,3}\.\s*$")
+_FENCE = re.compile(r"^[ ]{0,3}(`{3,}|~{3,})", re.MULTILINE)
+_HEADING = re.compile(r"^[ ]{0,3}#{1,6}(?:[ \t]|$)", re.MULTILINE)
+
+
+def sentences(text: str) -> list[int]:
+    """Behind the ends of sentences and lines, though not behind abbreviations and initials."""
+    ends = set(paragraphs(text))
+    for match in _SENTENCE_END.finditer(text):
+        before, after = text[max(0, match.start() - 16) : match.end()], text[match.end() : match.end() + 1]
+        goes_on = after.islower() and not match[0].startswith((". ", ".\n"))  # ``"Why?" he asked``
+        numbered = after.isdigit() and _BEFORE_NUMBER.search(before)
+        if not (goes_on or numbered or _ABBREVIATION.search(before) or _LIST_NUMBER.search(before)):
+            ends.add(match.end())
+    return sorted(ends)
+
+
+def headings(text: str) -> list[int]:
+    """In front of Markdown headings, outside of code fences."""
+    return _outside([match.start() for match in _HEADING.finditer(text)], _fences(text))
+
+
+def markdown_blocks(text: str) -> list[int]:
+    """Behind blank lines outside of code fences, and around fenced blocks."""
+    fenced = _fences(text)
+    # a heading stays with what follows it
+    apart = [o for o in paragraphs(text) if not _HEADING.match(text[max(0, o - 256) : o].rstrip().rpartition("\n")[2])]
+    around = {offset for block in fenced for offset in block if 0 < offset < len(text)}
+    return sorted({*_outside(apart, fenced), *around})
+
+
+def _fences(text: str) -> list[tuple[int, int]]:
+    """Half-open character ranges of fenced code blocks; one that is never closed reaches to the end."""
+    found: list[tuple[int, int]] = []
+    opened: re.Match[str] | None = None
+    for match in _FENCE.finditer(text):
+        if opened is None:
+            opened = match
+        elif match[1][0] == opened[1][0] and len(match[1]) >= len(opened[1]):
+            end = text.find("\n", match.end())
+            found.append((opened.start(), len(text) if end < 0 else end + 1))
+            opened = None
+    return found if opened is None else [*found, (opened.start(), len(text))]
+
+
+def _outside(offsets: Sequence[int], ranges: Sequence[tuple[int, int]]) -> list[int]:
+    return [offset for offset in offsets if not any(first < offset < last for first, last in ranges)]
+
+
+# ---- splitters ----
 
 
 class FunctionSplitter(Splitter):
@@ -187,44 +249,47 @@ class FunctionSplitter(Splitter):
         self.levels = (boundaries, spaces)
 
 
-# boundaries of units in plain text: where a paragraph, a line, a sentence or a word may start
+@splitters.register("paragraphs")
+class Paragraphs(Splitter):
+    """Paragraphs packed up to the budget; longer ones are cut at sentences, then at words."""
 
-_BLANK_LINES = re.compile(r"\n(?:[ \t\r]*\n)+")
-_LINE = re.compile(r"\n")
-_SENTENCE_END = re.compile(r"[.!?…]+[\"'”’»)\]]*\s+|[。！？]+[」』”’）]*\s*")
-_ABBREVIATION = re.compile(
-    r"(?<!['’])\b(?:[A-Za-z]|Mr|Mrs|Ms|Dr|Prof|St|Sr|Jr|vs|etc|cf|al|Inc|Ltd|Co|Corp|Vol|approx|(?:[A-Za-z]\.)+[A-Za-z])\.\s*$"
-)
-_BEFORE_NUMBER = re.compile(r"\b(?:No|Fig|Eq|Sec|pp?|ca|Jan|Feb|Mar|Apr|Jun|Jul|Aug|Sept?|Oct|Nov|Dec)\.\s*$")
-_LIST_NUMBER = re.compile(r"(?:^|\n)[ \t]*\d{1,3}\.\s*$")
+    levels = (paragraphs, sentences, spaces)
 
 
-def paragraphs(text: str) -> Iterator[int]:
-    """Behind blank lines."""
-    return (match.end() for match in _BLANK_LINES.finditer(text))
+@splitters.register("sentences")
+class Sentences(Splitter):
+    """Sentences packed up to the budget."""
+
+    levels = (sentences, spaces)
 
 
-def lines(text: str) -> Iterator[int]:
-    """Behind line ends."""
-    return (match.end() for match in _LINE.finditer(text))
+@splitters.register("markdown")
+class Markdown(Splitter):
+    """Sections, then blocks, lines and sentences; a fenced code block stays whole where it fits the budget."""
+
+    levels = (headings, markdown_blocks, lines, sentences, spaces)
 
 
-def sentences(text: str) -> Iterator[int]:
-    """Behind the ends of sentences and lines, though not behind abbreviations and initials."""
-    ends = {match.end() for match in _SENTENCE_END.finditer(text) if not _abbreviated(text, match)}
-    return iter(sorted({*ends, *paragraphs(text)}))
+@splitters.register("code")
+class Code(Splitter):
+    """Top-level definitions, then blank lines, then lines."""
+
+    levels = (top_level_blocks, paragraphs, lines, spaces)
 
 
-def _abbreviated(text: str, match: re.Match[str]) -> bool:
-    """Whether what looks like an end isn't one: an abbreviation, an initial, a list's number, ``"Why?" he asked``."""
-    before, after = text[max(0, match.start() - 16) : match.end()], text[match.end() : match.end() + 1]
-    if after.islower() and not match[0].startswith((". ", ".\n")):
-        return True
-    if after.isdigit() and _BEFORE_NUMBER.search(before):
-        return True
-    return bool(_ABBREVIATION.search(before) or _LIST_NUMBER.search(before))
+@splitters.register("fixed")
+class Fixed(Splitter):
+    """Segments of `max_tokens` tokens, wherever that cuts; the last one is what is left."""
 
 
-def spaces(text: str) -> Iterator[int]:
-    """In front of words, so that a word keeps together where it fits."""
-    return (match.start() for match in re.finditer(r"\s\S", text))
+@splitters.register("whole")
+class Whole(Splitter):
+    """Every document is one segment."""
+
+    cuts = False
+
+    def __init__(self) -> None:
+        super().__init__()
+
+    def split(self, token_ids: Sequence[int], pieces: Sequence[str]) -> list[tuple[int, ...]]:
+        return [tuple(token_ids)] if token_ids else []

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from comb.backbones.unpublished import public, read_private, write_private
-from comb.documents.files import read_json
+from comb.files import read_json
 from comb.hub.card.facts import TRAINING
 
 PACKAGES = ("comb-pic", "transformers", "tokenizers", "safetensors", "accelerate", "vllm")

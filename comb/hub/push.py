@@ -22,7 +22,7 @@ from comb.backbones import backbones, damage
 from comb.backbones.adapter import AdapterConfig, is_adapter
 from comb.backbones.loading import is_hub_id, load_config
 from comb.backbones.unpublished import public
-from comb.documents.files import read_text
+from comb.files import read_text
 from comb.hub.card.facts import RESULTS, TRAINING
 from comb.hub.card.render import Card, render
 from comb.hub.hub_errors import explained

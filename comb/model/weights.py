@@ -15,7 +15,7 @@ from transformers.utils.hub import cached_file
 from comb.backbones.adapter import AdapterConfig, is_adapter
 from comb.backbones.damage import check_files, explained, headers, local_folder
 from comb.backbones.loading import backbone_of_adapter, check_weights, compare_weights, load_config, resolve_name
-from comb.documents.files import read_json
+from comb.files import read_json
 
 WEIGHTS, WEIGHTS_INDEX = "model.safetensors", "model.safetensors.index.json"
 
@@ -24,20 +24,16 @@ def read_weights(name_or_path: str | Path, **hub: Any) -> dict[str, Tensor]:
     """All tensors of an adapter's checkpoint, in one file or in shards. Raises OSError if one is missing or damaged."""
     place = str(name_or_path)
     with explained(place):
-        return _read(place, hub)
-
-
-def _read(place: str, hub: dict[str, Any]) -> dict[str, Tensor]:
-    single = cached_file(place, WEIGHTS, _raise_exceptions_for_missing_entries=False, **hub)
-    if single is not None:
-        return load_file(single)
-    index = cached_file(place, WEIGHTS_INDEX, _raise_exceptions_for_missing_entries=False, **hub)
-    if index is None:
-        raise OSError(f"{place!r} holds neither {WEIGHTS} nor {WEIGHTS_INDEX}: not an adapter checkpoint")
-    weights: dict[str, Tensor] = {}
-    for shard in sorted(set(read_json(index)["weight_map"].values())):
-        weights.update(load_file(str(cached_file(place, shard, **hub))))
-    return weights
+        single = cached_file(place, WEIGHTS, _raise_exceptions_for_missing_entries=False, **hub)
+        if single is not None:
+            return load_file(single)
+        index = cached_file(place, WEIGHTS_INDEX, _raise_exceptions_for_missing_entries=False, **hub)
+        if index is None:
+            raise OSError(f"{place!r} holds neither {WEIGHTS} nor {WEIGHTS_INDEX}: not an adapter checkpoint")
+        weights: dict[str, Tensor] = {}
+        for shard in sorted(set(read_json(index)["weight_map"].values())):
+            weights.update(load_file(str(cached_file(place, shard, **hub))))
+        return weights
 
 
 def load_adapter(model: nn.Module, weights: Mapping[str, Tensor], source: str | Path) -> torch.dtype:

@@ -11,8 +11,17 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from comb.cache.picache import CrossPICache, DecoderPICache, PICache, TokenPICache, content_key, register_kind
-from comb.cache.picache_file import PICacheError, deserialize, serialize
+from comb.cache.picache import (
+    CrossPICache,
+    DecoderPICache,
+    PICache,
+    PICacheError,
+    TokenPICache,
+    content_key,
+    deserialize,
+    register_kind,
+    serialize,
+)
 from tests.helpers.stores import with_metadata
 
 DTYPES = [torch.float32, torch.float16, torch.bfloat16, torch.int8, torch.float8_e4m3fn, torch.float8_e5m2]

@@ -9,8 +9,7 @@ import pytest
 import torch
 
 from comb import CombForCausalLM, LinkTokensForCausalLM, PICEngine, methods
-from comb.cache.picache import DecoderPICache
-from comb.cache.picache_file import PICacheError, deserialize, serialize
+from comb.cache.picache import DecoderPICache, PICacheError, deserialize, serialize
 from comb.cache.quantization import GROUP, SCHEMES, QuantizedPICache, dequantize, quantize, quantize_picache
 from comb.cache.store import PICacheStore
 from tests.helpers.byte_text import byte_llama, byte_tokenizer

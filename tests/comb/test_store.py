@@ -11,8 +11,7 @@ import pytest
 import torch
 
 from comb.cache.index import IntegrityError
-from comb.cache.picache import DecoderPICache
-from comb.cache.picache_file import serialize
+from comb.cache.picache import DecoderPICache, serialize
 from comb.cache.store import PICacheStore, PICacheTooLargeError, StoreFullError
 from comb.cache.tiers import SUFFIX
 from tests.helpers.stores import NBYTES, TOKENS, Clock, Compiler, acquire, fail, files, hold, pic, use, with_metadata

@@ -12,8 +12,8 @@ from pathlib import Path
 
 import pytest
 
-import comb.cache.atomic
-from comb.cache.picache_file import serialize
+import comb.files
+from comb.cache.picache import serialize
 from comb.cache.store import PICacheStore
 from comb.cache.tiers import SUFFIX
 from tests.helpers.stores import NBYTES, files, hold, pic, use
@@ -63,7 +63,7 @@ def test_a_file_name_is_not_trusted(tmp_path: Path, caplog: pytest.LogCaptureFix
     assert "the file holds 'k1'" in caplog.text
 
 
-@pytest.mark.parametrize("function", ["os.fsync", "pathlib.Path.replace", "comb.cache.atomic.os.open"])
+@pytest.mark.parametrize("function", ["os.fsync", "pathlib.Path.replace", "comb.files.os.open"])
 @pytest.mark.parametrize("code", [errno.ENOSPC, errno.EACCES])
 def test_a_full_disk_is_said_once_and_service_goes_on(
     function: str, code: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
@@ -88,9 +88,9 @@ def test_a_full_disk_is_said_once_and_service_goes_on(
 def test_left_over_temporary_files_of_a_dead_process_are_deleted(tmp_path: Path) -> None:
     dead = subprocess.Popen([sys.executable, "-c", ""])
     dead.wait()
-    alive, ours, other = f"1-x-{'0' * 8}", f"{os.getpid()}-{comb.cache.atomic._PROCESS}-x", f"{dead.pid}-x-x"
-    names = {f".tmp-{comb.cache.atomic._HOST}-{name}": name == other for name in (alive, ours, other)}
-    names[f".tmp-{comb.cache.atomic._HOST}-{os.getpid()}-before-x"] = True  # our id, an earlier process
+    alive, ours, other = f"1-x-{'0' * 8}", f"{os.getpid()}-{comb.files._PROCESS}-x", f"{dead.pid}-x-x"
+    names = {f".tmp-{comb.files._HOST}-{name}": name == other for name in (alive, ours, other)}
+    names[f".tmp-{comb.files._HOST}-{os.getpid()}-before-x"] = True  # our id, an earlier process
     names[".tmp-elsewhere-1-x-new"] = False
     names[".tmp-elsewhere-1-x-old"] = True
     names[".tmp-something else"] = False

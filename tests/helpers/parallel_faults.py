@@ -8,8 +8,7 @@ import time
 from collections.abc import Sequence
 from typing import Any
 
-from comb.cache.picache import PICache
-from comb.cache.picache_file import serialize
+from comb.cache.picache import PICache, serialize
 from comb.engine.workers import ray_actors
 from comb.methods.legolink import Naive
 

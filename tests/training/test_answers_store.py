@@ -14,8 +14,8 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from comb.cache.atomic import write_temporary
 from comb.documents.document import Prompt
+from comb.files import write_whole
 from comb_training.answers import generate
 from comb_training.answers.generate import Share, generate_answers
 from comb_training.answers.store import METADATA, AnswerSettings, AnswerStore, StoredAnswer
@@ -101,12 +101,15 @@ def test_a_full_disk_is_said_with_the_folder_and_leaves_earlier_parts_whole(tmp_
     assert read_back(tmp_path, some("a"))
 
 
-def test_what_a_killed_process_was_writing_is_removed(tmp_path: Path) -> None:
-    child = multiprocessing.get_context("fork").Process(target=write_temporary, args=(tmp_path, b"PAR1 half of"))
-    child.start()
-    child.join(60)
-    mine = write_temporary(tmp_path, b"another thread is at it")
-    assert len(list(tmp_path.iterdir())) == 2
+def test_what_a_killed_process_was_writing_is_removed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with monkeypatch.context() as unfinished:
+        unfinished.setattr(Path, "replace", lambda temporary, target: target)
+        child = multiprocessing.get_context("fork").Process(target=write_whole, args=(tmp_path / "a", b"PAR1 half of"))
+        child.start()
+        child.join(60)
+        (abandoned,) = tmp_path.iterdir()
+        write_whole(tmp_path / "b", b"another thread is at it")
+    (mine,) = set(tmp_path.iterdir()) - {abandoned}
     AnswerStore(tmp_path, SETTINGS).add(some("a"), "e")
     assert sorted(tmp_path.iterdir()) == sorted([*parts(tmp_path), mine])
     assert read_back(tmp_path, some("a"))

@@ -9,8 +9,7 @@ import torch
 from torch import Tensor
 
 from comb.backbones.torch_private import pre_hooks_of
-from comb.cache.picache import CrossPICache, content_key
-from comb.cache.picache_file import deserialize, serialize
+from comb.cache.picache import CrossPICache, content_key, deserialize, serialize
 from comb.cli.doctor.exactness import Check, close, gap, relative_gap, tolerance_for
 from comb.model.cross_attention import CrossBlock
 from comb.model.modeling import CombForCausalLM

@@ -19,7 +19,7 @@ import numpy as np
 import torch
 
 from comb import methods
-from comb.cache.picache_file import serialize
+from comb.cache.picache import serialize
 from comb.engine.workers.executor import CompileExecutor, SegmentWorker
 from comb.engine.workers.request import Reply
 from comb.methods.base import Method, MethodSpec

@@ -13,8 +13,7 @@ from typing import Any
 
 import numpy as np
 
-from comb.cache.picache import PICache
-from comb.cache.picache_file import PICacheError, deserialize
+from comb.cache.picache import PICache, PICacheError, deserialize
 from comb.methods.base import Method, MethodSpec
 
 Plan = list[list[int]]

@@ -1,16 +1,15 @@
-"""Files that are there whole or not at all (a temporary one in the same folder, synced, then renamed into place), and
-folders that nobody else may enter."""
+"""Files that a person names, read or refused with what to do; files of ours, written whole or not at all."""
 
 from __future__ import annotations
 
 import hashlib
+import json
 import os
 import socket
 import time
 import uuid
 from pathlib import Path
-
-from huggingface_hub import constants
+from typing import Any
 
 TEMPORARY_PREFIX = ".tmp-"
 FOREIGN_AGE_S = 86_400.0  # another host's process can't be asked for; nobody writes one file for a day
@@ -19,33 +18,44 @@ _HOST = hashlib.sha256(socket.gethostname().encode()).hexdigest()[:8]
 _PROCESS = uuid.uuid4().hex[:8]  # tells us from an earlier process with our id (ids repeat in containers)
 
 
-def hub_folder(name: str) -> Path:
-    """comb's folder of this name in the Hugging Face cache; HF_HOME moves it."""
-    return Path(os.environ.get("HF_HOME") or constants.HF_HOME).expanduser() / "comb" / name
+def read_text(path: str | Path) -> str:
+    """The text of a UTF-8 file, with or without a mark in front (Windows editors put one there).
 
-
-def write_temporary(folder: Path, data: bytes) -> Path:
-    """Writes and syncs a private temporary file in `folder`, named after this process.
-
-    Raises OSError, and then leaves nothing.
+    Raises:
+        ValueError: for other text, naming the file.
+        OSError: as `open` does.
     """
-    path = folder / f"{TEMPORARY_PREFIX}{_HOST}-{os.getpid()}-{_PROCESS}-{uuid.uuid4().hex}"
-    descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
     try:
-        with os.fdopen(descriptor, "wb") as file:
-            file.write(data)
-            file.flush()
-            os.fsync(file.fileno())
-    except BaseException:
-        path.unlink(missing_ok=True)
-        raise
-    return path
+        return Path(path).read_text(encoding="utf-8-sig")
+    except UnicodeDecodeError as error:
+        raise ValueError(f"{path} is not UTF-8 text ({error}): save it as UTF-8") from error
+
+
+def read_json(path: str | Path, remedy: str = "write or download it again") -> dict[str, Any]:
+    """The object in a JSON file.
+
+    Raises:
+        ValueError: if it is none, naming the file and the `remedy`.
+        OSError: as `open` does.
+    """
+    try:
+        content = json.loads(read_text(path))
+    except json.JSONDecodeError as error:
+        raise ValueError(f"{path} is damaged, it is not JSON ({error}): {remedy}") from error
+    if not isinstance(content, dict):
+        raise ValueError(f"{path} should be a JSON object, it is a {type(content).__name__}: {remedy}")
+    return content
 
 
 def write_whole(path: Path, data: bytes) -> None:
     """Writes a file in one step, over one that is there. Raises OSError, and then leaves what was there."""
-    temporary = write_temporary(path.parent, data)
+    temporary = path.parent / f"{TEMPORARY_PREFIX}{_HOST}-{os.getpid()}-{_PROCESS}-{uuid.uuid4().hex}"
+    descriptor = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
     try:
+        with os.fdopen(descriptor, "wb") as file:
+            file.write(data)
+            file.flush()
+            os.fsync(file.fileno())  # or a crash may leave the name without the content
         temporary.replace(path)
     except BaseException:
         temporary.unlink(missing_ok=True)
@@ -84,19 +94,16 @@ def private_folder(folder: Path, suffix: str) -> None:
         if os.name == "posix" and (mode := folder.stat().st_mode) & 0o077:
             # a forged file would answer with someone else's content, so it is ours alone; never close a shared one
             for path in folder.iterdir():
-                if path.name.endswith(suffix) or path.name.startswith(TEMPORARY_PREFIX) or _is_private(path):
+                if path.name.endswith(suffix) or path.name.startswith(TEMPORARY_PREFIX):
                     continue
-                raise ValueError(
-                    f"disk_path expects a folder of its own that only its owner may enter (mode 0700), {folder} "
-                    f"has mode {mode & 0o777:04o} and holds {path.name!r}; give an empty or new folder"
-                )
+                # others can't enter such a folder anyway: those of `comb serve`
+                if not path.is_dir() or path.is_symlink() or path.stat().st_mode & 0o077:
+                    raise ValueError(
+                        f"disk_path expects a folder of its own that only its owner may enter (mode 0700), {folder} "
+                        f"has mode {mode & 0o777:04o} and holds {path.name!r}; give an empty or new folder"
+                    )
             folder.chmod(0o700)
         for path in filter(is_abandoned, folder.iterdir()):
             path.unlink(missing_ok=True)
     except OSError as error:
         raise ValueError(f"disk_path expects a folder that can be made and read, {folder}: {error}") from error
-
-
-def _is_private(path: Path) -> bool:
-    """Whether this is a folder that others can't enter anyway, such as those of `comb serve`."""
-    return path.is_dir() and not path.is_symlink() and not path.stat().st_mode & 0o077

@@ -1,1 +1,0 @@
-"""Splitters: a new one is a subclass of `Splitter` under its decorator, in a file of this folder."""
