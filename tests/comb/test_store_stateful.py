@@ -345,7 +345,7 @@ def forget_to_count(store: PICacheStore, key: str) -> bool:
         ("comb.cache.index.CacheIndex.is_kept", lambda index, entry: entry.key in index.pins),
         ("comb.cache.tiers.DiskTier.freed", lambda tier, entry: None),
         ("comb.cache.tiers.DiskTier.takes", lambda tier, entry: True),
-        ("comb.cache.picache_file._checksum", lambda metadata, tensors: "always right"),
+        ("comb.cache.picache._checksum", lambda metadata, tensors: "always right"),
     ],
 )
 def test_the_machine_finds_a_broken_store(

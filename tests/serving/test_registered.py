@@ -214,7 +214,7 @@ async def test_a_file_that_cannot_be_read_is_left_alone(tmp_path: Path, caplog: 
     assert "a registered document can't be read: " in caplog.text
 
 
-@pytest.mark.parametrize("function", ["os.fsync", "pathlib.Path.replace", "comb.cache.atomic.os.open"])
+@pytest.mark.parametrize("function", ["os.fsync", "pathlib.Path.replace", "comb.files.os.open"])
 async def test_a_full_disk_is_an_error_and_nothing_is_half_registered(
     tmp_path: Path, function: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:

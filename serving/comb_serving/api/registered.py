@@ -14,7 +14,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from comb.cache.atomic import private_folder, write_whole
+from comb.files import private_folder, write_whole
 from comb.documents.catalog import CatalogStore, DocumentCatalog, KeyedSegment, UnknownDocumentError
 from comb_serving.api.request_error import RequestError
 from comb_serving.api.routes import DOCUMENTS

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from comb.cache.atomic import write_whole
+from comb.files import write_whole
 from comb_serving.linking.methods import LinkMethod
 from comb_serving.linking.plan import LinkPlan, Range, check_spans, plan, plan_interiors
 from comb_serving.pool.capability import PoolHandle

@@ -18,7 +18,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from comb.cache.atomic import write_whole
+from comb.files import write_whole
 from comb.cache.quantization import quantize
 from comb.kernels.paged.layout import FP8, BlockTable, PagedLayer, take
 from comb_serving.pool.capability import PoolHandle

@@ -18,7 +18,7 @@ from pathlib import Path
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from comb.cache.atomic import TEMPORARY_PREFIX, is_abandoned, write_whole
+from comb.files import TEMPORARY_PREFIX, is_abandoned, write_whole
 
 logger = logging.getLogger(__name__)
 

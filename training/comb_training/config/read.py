@@ -17,7 +17,7 @@ import yaml
 from pydantic import TypeAdapter, ValidationError
 
 from comb.backbones.tracebacks import named
-from comb.documents.files import read_text
+from comb.files import read_text
 from comb.evaluation.record import read_training
 from comb.hub.card.facts import TRAINING
 from comb_training.config.data import DataConfig, MixtureEntry, other_rows
