@@ -20,12 +20,22 @@ from comb.bench.harness import BenchmarkReport
 from comb.documents.document import Document
 from comb.evaluation.plot import draw
 from comb_serving.bench.client import GIVE_UP, RequestRecord, Target
-from comb_serving.bench.figures import growth, percentile, ratio, summarize, sustained
-from comb_serving.bench.options import ServeBenchOptions
-from comb_serving.bench.serve_run import ServeRun
-from comb_serving.bench.servers import COMB, PLAIN, ServerPlan, models_of, plans, token_bytes
-from comb_serving.bench.tables import CACHED, COLD, SOAK, TOGETHER, panels, tables
-from comb_serving.bench.workload import Ask, Workload
+from comb_serving.bench.serve import ServeRun
+from comb_serving.bench.servers import ServerPlan, models_of, plans, token_bytes
+from comb_serving.bench.tables import (
+    CACHED,
+    COLD,
+    SOAK,
+    TOGETHER,
+    growth,
+    panels,
+    percentile,
+    ratio,
+    summarize,
+    sustained,
+    tables,
+)
+from comb_serving.bench.workload import COMB, PLAIN, Ask, ServeBenchOptions, Workload
 from tests.helpers.bench_command import run_bench
 
 OPTIONS = ServeBenchOptions(pool=11, documents=4, document_tokens="20-60", query_tokens=12)

@@ -11,11 +11,9 @@ from typing import Any
 import pytest
 
 from comb_serving.bench.client import RequestRecord
-from comb_serving.bench.figures import alike
-from comb_serving.bench.options import MADE_TRACES, ServeBenchOptions
-from comb_serving.bench.servers import COMB, PLAIN
-from comb_serving.bench.tables import AS_SENT, REORDERED
+from comb_serving.bench.tables import AS_SENT, REORDERED, alike
 from comb_serving.bench.trace import TRACE_FILE, Trace, made, read
+from comb_serving.bench.workload import COMB, MADE_TRACES, PLAIN, ServeBenchOptions
 from tests.helpers.bench_command import run_bench
 
 

@@ -1,5 +1,5 @@
 """`comb bench serve` (`serve`): `comb serve` against plain vLLM, over HTTP, in one run.
 
-`options` are the command's, `workload` draws the requests, `client` sends and times them, `servers` are the two
-processes, `figures` makes rows of records, `tables` shows them.
+`workload` has the options and draws the requests, `trace` those of clients that change nothing, `client` sends and
+times them, `servers` are the two processes, `tables` makes figures and tables of records.
 """

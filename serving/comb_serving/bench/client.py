@@ -8,14 +8,12 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable, Coroutine, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
-from functools import partial
 from typing import Any, TypeAlias
 
-from comb_serving.bench.servers import MODEL
 from comb_serving.bench.trace import TraceAsk
-from comb_serving.bench.workload import Ask
+from comb_serving.bench.workload import MODEL, Ask
 
 Asked: TypeAlias = Ask | TraceAsk
 
@@ -82,105 +80,89 @@ class Target:
         error: str = "",
     ) -> RequestRecord:  # fmt: skip
         """What a stream's chunks say; an answer that isn't whole, or is over other documents, is an error."""
-        # the chunk with the role only comes with the first token too, but the token is what counts
-        tokens_at = (at for chunk, at in chunks if any(choice.delta.role is None for choice in chunk.choices))
-        first, usage = next(tokens_at, None), next((chunk.usage for chunk, _ in chunks if chunk.usage), None)
+        began: float | None = None
+        usage: Any = None
+        documents: list[dict[str, Any]] = []
+        text, first = "", dict[str, float]()
+        for chunk, at in chunks:
+            usage = usage or chunk.usage
+            if not documents and (report := getattr(chunk, "comb", None)):
+                documents = report["documents"]
+            for choice in chunk.choices:
+                # the chunk with the role only comes with the first token too, but the token is what counts
+                if began is None and choice.delta.role is None:
+                    began = at
+                text += getattr(choice.delta, "content", None) or ""
+                if not first and (logprobs := getattr(choice, "logprobs", None)) is not None and logprobs.content:
+                    first = {each.token: each.logprob for each in logprobs.content[0].top_logprobs}
         tokens, prompt = (0, 0) if usage is None else (usage.completion_tokens, getattr(usage, "prompt_tokens", 0) or 0)
-        details = getattr(usage, "prompt_tokens_details", None)
-        reports = (getattr(chunk, "comb", None) for chunk, _ in chunks)
-        documents: list[dict[str, Any]] = next((report["documents"] for report in reports if report), [])
+        cached = getattr(getattr(usage, "prompt_tokens_details", None), "cached_tokens", 0) or 0
         named, wanted = [each["id"] for each in documents], [document.id for document in ask.documents]
-        if first is None or tokens != self.tokens:
+        if began is None or tokens != self.tokens:
             error = error or f"{tokens} tokens instead of {self.tokens}: the stream broke off, or ended early"
         elif self.linked and named != wanted:
             error = error or f"its report names the documents {named} instead of {wanted}"
         states = [each["state"] for each in documents]
         new = states.count("encoded") + states.count("compiled")  # by an adapter's encoder, or by a plain model
         return RequestRecord(
-            self.name, phase, ask.number, due, late_s=sent - due, ttft_s=(now if first is None else first) - due,
+            self.name, phase, ask.number, due, late_s=sent - due, ttft_s=(now if began is None else began) - due,
             total_s=now - due, tokens=tokens, hits=states.count("hit"), encoded=new,
             document_tokens=sum(each["tokens"] for each in documents), error=error, prompt_tokens=prompt,
-            computed=prompt - (getattr(details, "cached_tokens", 0) or 0), **_said(chunk for chunk, _ in chunks),
+            computed=prompt - cached, text=text, first=first,
         )  # fmt: skip
 
     def run_closed(self, phase: str, asks: Iterable[Asked], clients: int, *, pause: float = 0.0) -> list[RequestRecord]:
         """`clients` at once, each sends its next request `pause` seconds after its last answer; ready when all are."""
-        waiting = iter(asks)
-
-        async def client(session: _Session) -> None:
-            for ask in waiting:
-                await session.send(ask, session.seconds())
-                await asyncio.sleep(pause)
-
-        return asyncio.run(_Session(self, phase).run([client] * clients))
+        shared = ((ask, None) for ask in asks)  # who is free takes the next one
+        return asyncio.run(self._run(phase, [shared] * clients, pause))
 
     def run_open(self, phase: str, asks: Iterable[Asked], arrivals: Sequence[float]) -> list[RequestRecord]:
         """Each request at its arrival, in seconds from now, however many are unanswered."""
+        return asyncio.run(self._run(phase, [iter([each]) for each in zip(asks, arrivals, strict=True)]))
 
-        async def one(ask: Asked, due: float, session: _Session) -> None:
-            await asyncio.sleep(max(0.0, due - session.seconds()))
-            await session.send(ask, due)
+    async def _run(
+        self, phase: str, clients: Sequence[Iterator[tuple[Asked, float | None]]], pause: float = 0.0
+    ) -> list[RequestRecord]:
+        """The records of all clients, each with its requests and when they are due (None: at once).
 
-        return asyncio.run(
-            _Session(self, phase).run([partial(one, *each) for each in zip(asks, arrivals, strict=True)])
-        )
-
-
-def _said(chunks: Iterable[Any]) -> dict[str, Any]:
-    """A stream's text, and the likeliest first tokens with their log-probabilities."""
-    text, first = "", dict[str, float]()
-    for choice in (choice for chunk in chunks for choice in chunk.choices):
-        text += getattr(choice.delta, "content", None) or ""
-        if not first and (logprobs := getattr(choice, "logprobs", None)) is not None and logprobs.content:
-            first = {each.token: each.logprob for each in logprobs.content[0].top_logprobs}
-    return {"text": text, "first": first}
-
-
-class _Session:
-    """The requests of one phase to one server."""
-
-    def __init__(self, target: Target, phase: str) -> None:
-        self.target, self.phase, self.records = target, phase, list[RequestRecord]()
-        self._start = time.perf_counter()
-        self._client: Any = None
-
-    def seconds(self) -> float:
-        return time.perf_counter() - self._start
-
-    async def run(self, work: Sequence[Callable[[_Session], Coroutine[Any, Any, None]]]) -> list[RequestRecord]:
-        """Runs everything at once; the first failure cancels the rest and is raised."""
+        Raises:
+            RuntimeError: when `GIVE_UP` requests in a row have failed; the others are cancelled.
+        """
         import httpx
-        from openai import AsyncOpenAI
+        from openai import AsyncOpenAI, OpenAIError
+
+        records: list[RequestRecord] = []
+        start = time.perf_counter()
+
+        async def client(openai: AsyncOpenAI, asks: Iterator[tuple[Asked, float | None]]) -> None:
+            for ask, arrival in asks:
+                due = time.perf_counter() - start if arrival is None else arrival
+                await asyncio.sleep(max(0.0, due - (time.perf_counter() - start)))
+                sent, error, chunks = time.perf_counter() - start, "", list[tuple[Any, float]]()
+                try:
+                    async with asyncio.timeout(self.timeout_s):
+                        async for chunk in await openai.chat.completions.create(**self.body(ask)):
+                            chunks.append((chunk, time.perf_counter() - start))
+                except TimeoutError:
+                    error = f"no whole answer within {self.timeout_s:g} s"
+                except (OpenAIError, httpx.HTTPError, ValueError) as failure:
+                    error = f"{type(failure).__name__}: {str(failure)[:300]}"
+                records.append(self.record(phase, ask, chunks, due, sent, time.perf_counter() - start, error))
+                self.on_record(records[-1])
+                last = records[-GIVE_UP:]
+                if len(last) == GIVE_UP and all(record.error for record in last):
+                    raise RuntimeError(f"{GIVE_UP} requests in a row have failed, the last with: {last[-1].error}")
+                await asyncio.sleep(pause)
 
         # no limit of connections: it would be a queue in front of the server, out of the server's sight
         # nor a time-out: the target has one
         http = httpx.AsyncClient(limits=httpx.Limits(), timeout=None)
-        address = f"{self.target.url}/v1"
-        async with AsyncOpenAI(base_url=address, api_key="none", max_retries=0, http_client=http) as self._client:
+        address = f"{self.url}/v1"
+        async with AsyncOpenAI(base_url=address, api_key="none", max_retries=0, http_client=http) as openai:
             try:
                 async with asyncio.TaskGroup() as group:
-                    for each in work:
-                        group.create_task(each(self))
+                    for asks in clients:
+                        group.create_task(client(openai, asks))
             except ExceptionGroup as failures:
                 raise failures.exceptions[0] from None
-        return self.records
-
-    async def send(self, ask: Asked, due: float) -> None:
-        """Sends one request and keeps its record. Raises RuntimeError when `GIVE_UP` in a row have failed."""
-        import httpx
-        from openai import OpenAIError
-
-        target, sent, error, chunks = self.target, self.seconds(), "", list[tuple[Any, float]]()
-        try:
-            async with asyncio.timeout(target.timeout_s):
-                async for chunk in await self._client.chat.completions.create(**target.body(ask)):
-                    chunks.append((chunk, self.seconds()))
-        except TimeoutError:
-            error = f"no whole answer within {target.timeout_s:g} s"
-        except (OpenAIError, httpx.HTTPError, ValueError) as failure:
-            error = f"{type(failure).__name__}: {str(failure)[:300]}"
-        self.records.append(target.record(self.phase, ask, chunks, due, sent, self.seconds(), error))
-        target.on_record(self.records[-1])
-        last = self.records[-GIVE_UP:]
-        if len(last) == GIVE_UP and all(record.error for record in last):
-            raise RuntimeError(f"{GIVE_UP} requests in a row have failed, the last with: {last[-1].error}")
+        return records

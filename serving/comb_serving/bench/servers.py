@@ -16,13 +16,13 @@ from comb import CombForCausalLM
 from comb.backbones.loading import backbone_beside, load_config, resolve_name
 from comb.bench.work.random_prompts import random_model
 from comb.model.config import CombConfig
-from comb_serving.bench.options import ServeBenchOptions
+from comb_serving.bench.workload import COMB, MODEL, PLAIN, ServeBenchOptions
 from comb_serving.config.serve_options import parse_bytes
 from comb_serving.encoding.protocol import MADE
 from comb_serving.launch.launcher import SERVER
 from comb_serving.launch.server_process import COMMAND, ServerProcess
 
-TOKENIZER = "nano"  # comes with the package, so that nothing is downloaded
+START_S, END_S = 900.0, 30.0  # for a server to start and to end by itself
 OPEN_GATES = 0.5
 
 
@@ -53,7 +53,7 @@ def models_of(options: ServeBenchOptions, folder: Path) -> Models:
         raise ValueError("--method is for a plain model: name it with --checkpoint")
     if not 1 <= options.encoder_layers <= options.layers:
         raise ValueError(f"an encoder has 1 to {options.layers} layers, as its backbone, not {options.encoder_layers}")
-    tokenizer: Any = AutoTokenizer.from_pretrained(resolve_name(TOKENIZER))
+    tokenizer: Any = AutoTokenizer.from_pretrained(resolve_name("nano"))  # in the package: nothing is downloaded
     tokenizer.model_max_length = options.positions
     made = random_model(
         layers=options.layers, hidden=options.hidden, heads=options.heads, kv_heads=options.kv_heads,
@@ -73,11 +73,6 @@ def models_of(options: ServeBenchOptions, folder: Path) -> Models:
     parameters = sum(parameter.numel() for parameter in made.parameters()) / 1e6
     size = f"{parameters:.0f} M parameters, {options.layers} layers, {options.encoder_layers} of encoder"
     return Models(place, str(folder / "adapter"), f"random Llama of {size}")
-
-
-PLAIN, COMB = "plain vLLM", "comb"
-MODEL = "bench"  # the name under which both serve
-START_S, END_S = 900.0, 30.0  # for a server to start and to end by itself
 
 
 @dataclass(frozen=True)
@@ -112,10 +107,13 @@ def plans(
     cache_bytes, pool_bytes = parse_bytes(options.cache_bytes), parse_bytes(options.pool_bytes)
     if not 0 < pool_bytes < cache_bytes:
         raise ValueError(f"--pool-bytes is a part of --cache-bytes, {cache_bytes}: not {pool_bytes}")
+    given = shlex.split(options.vllm)
+    if options.vllm == "auto":
+        # a CPU's attention wants blocks of a multiple of 32 tokens, and compiling takes minutes there
+        given = [] if torch.cuda.is_available() else ["--enforce-eager", "--block-size", "32"]
     common = [
         "--served-model-name", MODEL, "--max-model-len", str(positions), "--enable-prefix-caching",
-        "--enable-prompt-tokens-details", *more,
-        *_given_options(options.vllm),
+        "--enable-prompt-tokens-details", *more, *given,
     ]  # fmt: skip
     comb = [*COMMAND, *served, "--comb-pool-bytes", str(pool_bytes)]
     # an empty list of plug-ins: nothing of comb is loaded there
@@ -123,14 +121,6 @@ def plans(
         ServerPlan(PLAIN, (*SERVER, "--model", model, *common), cache_bytes, 0, {"VLLM_PLUGINS": ""}),
         ServerPlan(COMB, (*comb, *common), cache_bytes - pool_bytes, pool_bytes),
     ]
-
-
-def _given_options(text: str) -> list[str]:
-    """vLLM's options as they were given; for "auto" what a CPU needs, where there is no GPU."""
-    if text != "auto":
-        return shlex.split(text)
-    # a CPU's attention wants blocks of a multiple of 32 tokens, and compiling takes minutes there
-    return [] if torch.cuda.is_available() else ["--enforce-eager", "--block-size", "32"]
 
 
 class MeasuredServer(ServerProcess):
@@ -157,21 +147,18 @@ class MeasuredServer(ServerProcess):
         """Proportional set size of each of its processes in bytes, by what it does: shared pages count once."""
         import psutil
 
+        roles = {"comb_serving.encoding.process": "encoder", "api_server": "API server", "comb.cli": "launcher"}
         found: dict[str, int] = {}
         for process in self.tree():
             try:
-                name, memory = _role(process.name(), process.cmdline()), process.memory_full_info()
+                name, command, memory = process.name(), " ".join(process.cmdline()), process.memory_full_info()
             except psutil.Error:
                 continue
-            found[name] = found.get(name, 0) + getattr(memory, "pss", memory.rss)
+            role = next((role for word, role in roles.items() if word in command), "others")
+            if name.startswith("VLLM::"):
+                role = name.removeprefix("VLLM::").lower()
+            found[role] = found.get(role, 0) + getattr(memory, "pss", memory.rss)
         return found
-
-
-def _role(name: str, command: Sequence[str]) -> str:
-    if name.startswith("VLLM::"):
-        return name.removeprefix("VLLM::").lower()
-    roles = {"comb_serving.encoding.process": "encoder", "api_server": "API server", "comb.cli": "launcher"}
-    return next((role for word, role in roles.items() if any(word in part for part in command)), "others")
 
 
 def token_bytes(plan: ServerPlan, before: str, after: str, tokens: int) -> float | None:

@@ -17,8 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from comb.documents.document import Document
-from comb_serving.bench.options import MADE_TRACES
-from comb_serving.bench.workload import sentences
+from comb_serving.bench.workload import MADE_TRACES, sentences
 
 TRACE_FILE = "0_trace.jsonl"
 LENGTHS = ("1_sys_prompt", "2_passages", "3_history", "4_user_input", "5_web_search")
@@ -137,18 +136,19 @@ class Trace:
         return [{**turns[0], "content": f"{system}\n\n{turns[0]['content']}"}, *turns[1:]]
 
     def _text(self, piece: Piece) -> str:
-        if piece not in self._texts:
-            self._texts[piece] = self._made(piece)
-        return self._texts[piece]
-
-    def _made(self, piece: Piece) -> str:
+        """What a piece says, which its name alone decides."""
+        if piece in self._texts:
+            return self._texts[piece]
         rng = random.Random(piece.name)
-        if not piece.schema:
-            return sentences(f"{piece.name.capitalize()}.", piece.tokens, self.count, rng)
-        described = {"name": piece.name, "description": "", "parameters": {"type": "object", "properties": {}}}
-        room = piece.tokens - self.count(json.dumps({"type": "function", "function": described}))
-        described["description"] = sentences("Use it when:", max(0, room), self.count, rng)
-        return json.dumps({"type": "function", "function": described})
+        if piece.schema:
+            described = {"name": piece.name, "description": "", "parameters": {"type": "object", "properties": {}}}
+            room = piece.tokens - self.count(json.dumps({"type": "function", "function": described}))
+            described["description"] = sentences("Use it when:", max(0, room), self.count, rng)
+            text = json.dumps({"type": "function", "function": described})
+        else:
+            text = sentences(f"{piece.name.capitalize()}.", piece.tokens, self.count, rng)
+        self._texts[piece] = text
+        return text
 
 
 def made(name: str, tokens: int, requests: int, seed: int, count: Callable[[str], int]) -> Trace:
