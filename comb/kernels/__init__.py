@@ -1,5 +1,5 @@
 """Triton kernels, each with its plain-torch twin: MAC attention (`mac`) and attention to paged documents (`paged`).
 
-Importing this package imports no triton; `mac.dispatch` and `paged.attention` say where it is taken. The twins are
-`mac.algebra.attend_ranges` and `paged.attention.attend_plain`.
+Importing this package imports no triton; `dispatch` says where it is taken. The twins are `mac.step` and
+`paged.attention.attend_plain`.
 """

@@ -1,11 +1,16 @@
-"""How the kernels are launched."""
+"""How the kernels are launched; and Triton's interpreter, which runs them as NumPy on a CPU, to be tested."""
 
 from __future__ import annotations
 
+import os
 from dataclasses import dataclass
 from functools import cache
+from importlib.util import find_spec
 
 import torch
+
+INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
+"""Whether triton chooses its interpreter, which it does once, when it is first imported."""
 
 
 @dataclass(frozen=True)
@@ -48,3 +53,18 @@ def _processors(device: torch.device) -> int:
 def power_of_two(number: int, least: int = 1) -> int:
     """The smallest power of two that is at least `number` and `least`."""
     return max(1 << max(number - 1, 0).bit_length(), least)
+
+
+if INTERPRETED and find_spec("triton") is not None:
+    import triton
+    from triton.runtime import interpreter
+
+    _patch = interpreter._patch_lang_tensor  # comb's one reach into triton, seen in 3.7
+
+    def _patch_with_bounds(tensor, scope):
+        """Lets numbers that a kernel has loaded bound its loops: NumPy 2.4 no longer takes an array of one for one."""
+        _patch(tensor, scope)
+        scope.set_attr(tensor, "__index__", lambda self: int(self.handle.data.item()))
+
+    if tuple(int(part) for part in triton.__version__.split(".")[:2]) < (3, 9):
+        interpreter._patch_lang_tensor = _patch_with_bounds

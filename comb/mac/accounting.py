@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
+from statistics import fmean
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from comb.kernels.mac.mac_config import MacConfig
 from comb.kernels.mac.step import MacStep
 
 
@@ -81,16 +82,16 @@ class MacReport:
         return asdict(self)
 
     def __str__(self) -> str:
-        error = "no audit" if self.error_max is None else f"worst audited error {self.error_max:.3f}"
-        done = f"{100 * self.hit_rate:.1f}% hits, {100 * self.read_share:.1f}% of keys read"
-        head = [f"MAC: {self.steps} steps", *([done, error] if self.layers else ["all exact"])]
-        parts = [", ".join(head)]
-        exact = ", ".join(f"{reason} {count}" for reason, count in sorted(self.exact.items()))
-        if exact:
-            parts.append(f"left to exact attention: {exact}")
-        off = ", ".join(f"layer {layer.layer} ({layer.off})" for layer in self.layers if layer.off)
-        if off:
-            parts.append(f"switched off: {off}")
+        done = "all exact"
+        if self.layers:
+            error = "no audit" if self.error_max is None else f"worst audited error {self.error_max:.3f}"
+            done = f"{100 * self.hit_rate:.1f}% hits, {100 * self.read_share:.1f}% of keys read, {error}"
+        parts = [f"MAC: {self.steps} steps, {done}"]
+        if self.exact:
+            reasons = ", ".join(f"{reason} {count}" for reason, count in sorted(self.exact.items()))
+            parts.append(f"left to exact attention: {reasons}")
+        if off := [f"layer {layer.layer} ({layer.off})" for layer in self.layers if layer.off]:
+            parts.append(f"switched off: {', '.join(off)}")
         return "; ".join(parts)
 
 
@@ -104,12 +105,10 @@ class LayerCounts:
         self.group_read, self.group_exact = torch.zeros(2, groups, dtype=torch.long, device=device)
         self.errors: list[float] = []
         self.band_mass: list[float] = []
-        self.off = ""
 
-    def add(self, done: MacStep, config: Any) -> None:
+    def add(self, done: MacStep, config: MacConfig) -> None:
         """Counts one step of all rows."""
-        searched = (done.position >= config.min_length)[:, None]
-        length = done.position[:, None] + 1
+        searched, length = (done.position >= config.min_length)[:, None], done.position[:, None] + 1
         hit = done.match.hit
         self.searches += searched.expand_as(hit).sum(0)
         self.hits += hit.sum(0)
@@ -130,24 +129,20 @@ class LayerCounts:
         self.band_mass.append(float((done.tail_lse - done.lse).exp().mean()))
         return error
 
-    def report(self, layer: int) -> LayerReport:
-        """Sums and means so far."""
-        searches, hits = self.searches.sum().item(), self.hits.sum().item()
+    def report(self, layer: int, off: str) -> LayerReport:
+        """Sums and means so far, of a layer that is `off` for a reason, or isn't."""
+        searches = int(self.searches.sum())
         return LayerReport(
             layer=layer,
-            searches=int(searches),
-            hit_rate=hits / searches if searches else 0.0,
+            searches=searches,
+            hit_rate=int(self.hits.sum()) / searches if searches else 0.0,
             keys_read=int(self.keys_read.sum()),
             keys_exact=int(self.keys_exact.sum()),
             group_keys_read=int(self.group_read.sum()),
             group_keys_exact=int(self.group_exact.sum()),
             audits=len(self.errors),
-            error_mean=_mean(self.errors),
+            error_mean=fmean(self.errors) if self.errors else None,
             error_max=max(self.errors, default=None),
-            band_mass=_mean(self.band_mass),
-            off=self.off,
+            band_mass=fmean(self.band_mass) if self.band_mass else None,
+            off=off,
         )
-
-
-def _mean(values: Sequence[float]) -> float | None:
-    return sum(values) / len(values) if values else None

@@ -14,8 +14,7 @@ from comb.linking.cache import RoomyLayer, ScatterCache, ScatteredRows, ScatterL
 from comb.waits import truths
 
 # kinds of cache layer that hold all keys in order, as attention sees them; not every version of transformers has all
-_OURS = (RoomyLayer.__name__, ScatterLayer.__name__)
-_GROWING = ("DynamicLayer", "LinearAttentionAndFullAttentionLayer", *_OURS)
+_GROWING = ("DynamicLayer", "LinearAttentionAndFullAttentionLayer", RoomyLayer.__name__, ScatterLayer.__name__)
 _OPTIONS = {
     "sliding_window": "sliding window",
     "softcap": "soft cap",
@@ -23,6 +22,7 @@ _OPTIONS = {
     "position_bias": "position bias",
     "cache": "paged cache",
 }
+_KINDS = {"Sliding": "sliding window", "Static": "static cache", "Quant": "quantised cache"}
 _MAX_CHECKED = 2**26
 
 
@@ -51,17 +51,11 @@ class DecoderPass:
     audited: bool = False
     masks: list[tuple[Tensor, bool]] = field(default_factory=list)
 
-    def key_indices(self, call: AttentionCall) -> Tensor:
-        """Key indices [N] of a call's queries, on their device."""
-        device = call.query.device
-        return self._last(call, device) if self.rows is None else self.rows.on(device)
-
-    def key_indices_here(self, call: AttentionCall) -> Tensor:
-        """The same on the host."""
-        return self._last(call, torch.device("cpu")) if self.rows is None else self.rows.positions
-
-    @staticmethod
-    def _last(call: AttentionCall, device: torch.device) -> Tensor:
+    def key_indices(self, call: AttentionCall, device: torch.device | None = None) -> Tensor:
+        """Key indices [N] of a call's queries, on their device or another."""
+        device = device or call.query.device
+        if self.rows is not None:
+            return self.rows.on(device)
         length = call.keys.shape[2]
         return torch.arange(length - call.query.shape[2], length, device=device)
 
@@ -72,11 +66,9 @@ class DecoderPass:
         """
         if call.mask is None:
             return True
-        for mask, plain in self.masks:
-            if mask is call.mask:
-                return plain
-        self.masks.append((call.mask, self._causal(call, call.mask)))
-        return self.masks[-1][1]
+        if not any(mask is call.mask for mask, _ in self.masks):
+            self.masks.append((call.mask, self._causal(call, call.mask)))
+        return next(plain for mask, plain in self.masks if mask is call.mask)
 
     def _causal(self, call: AttentionCall, mask: Tensor) -> bool:
         if self.start is None or mask.shape[-1] != call.keys.shape[2] or mask.shape[1] != 1:
@@ -113,7 +105,10 @@ class PassReader:
         assert inputs is not None
         rows, tokens = inputs.shape[:2]
         cache, mask, positions = (given.get(name) for name in ("past_key_values", "attention_mask", "position_ids"))
-        start: Tensor | None = self._no_padding(rows, inputs.device)
+        last = self._unpadded
+        if last is None or len(last) != rows or last.device != inputs.device:
+            self._unpadded = torch.zeros(rows, dtype=torch.long, device=inputs.device)
+        start: Tensor | None = self._unpadded
         scattered, unclear, mask_length = None, "", None
         if isinstance(cache, ScatterCache):
             scattered = cache.rows  # its masks are comb's own: causal by position
@@ -122,11 +117,15 @@ class PassReader:
             seen = mask != 0
             start = seen.int().argmax(dim=1).to(inputs.device)
             inside = torch.arange(mask_length, device=mask.device) >= start[:, None].to(mask.device)
-            whole, same = self._compared((seen == inside).all() & seen.any(dim=1).all(), start)
+            plain, last = (seen == inside).all() & seen.any(dim=1).all(), self._padding
+            if last is None or last.shape != start.shape or last.device != start.device:
+                whole, same = bool(plain), False
+            else:  # one wait for the device
+                whole, same = truths(plain.to(start.device), (last == start).all())
             if not whole:
                 start, unclear = None, "mask with holes"
             elif same:
-                start = self._padding
+                start = last  # that very tensor, so that layers needn't wait for the device to compare
             else:
                 self._padding = start
         elif mask is not None:
@@ -136,22 +135,6 @@ class PassReader:
         # a single row that linking computes is still a part of a prompt: it may stand anywhere
         decodes = tokens == 1 and scattered is None
         return DecoderPass(decodes, cache, scattered, start, mask_length, positions, unclear)
-
-    def _no_padding(self, rows: int, device: torch.device) -> Tensor:
-        if self._unpadded is None or len(self._unpadded) != rows or self._unpadded.device != device:
-            self._unpadded = torch.zeros(rows, dtype=torch.long, device=device)
-        return self._unpadded
-
-    def _compared(self, whole: Tensor, start: Tensor) -> tuple[bool, bool]:
-        """`whole`, and whether `start` says what the last pass's did, with one wait for the device.
-
-        Then that very tensor is taken, so that layers needn't wait for the device to compare.
-        """
-        last = self._padding
-        if last is None or last.shape != start.shape or last.device != start.device:
-            return bool(whole), False
-        found = truths(whole.to(start.device), (last == start).all())
-        return found[0], found[1]
 
 
 def why_exact(call: AttentionCall, current: DecoderPass, index: int | None) -> str:
@@ -170,7 +153,8 @@ def why_exact(call: AttentionCall, current: DecoderPass, index: int | None) -> s
     if current.cache is None or held is None:
         return "no cache"
     if type(held).__name__ not in _GROWING:
-        return _kind_of(held)
+        name = type(held).__name__
+        return next((reason for part, reason in _KINDS.items() if part in name), f"cache of {name}")
     if current.unclear:
         return current.unclear
     length = call.keys.shape[2]
@@ -183,9 +167,3 @@ def cache_layer(cache: Any, index: int | None) -> Any:
     """A layer of a cache; None where there is none."""
     layers = getattr(cache, "layers", None)
     return None if layers is None or index is None or index >= len(layers) else layers[index]
-
-
-def _kind_of(layer: Any) -> str:
-    name = type(layer).__name__
-    kinds = {"Sliding": "sliding window", "Static": "static cache", "Quant": "quantised cache"}
-    return next((reason for part, reason in kinds.items() if part in name), f"cache of {name}")

@@ -17,7 +17,7 @@ from comb.backbones.forward import decoder_of, takes_positions
 from comb.backbones.identity import identity_of
 from comb.backbones.rotary import RotaryEmbedding
 from comb.backbones.transformers_private import can_set_attention
-from comb.kernels.mac.algebra import accumulator
+from comb.kernels.mac.state import accumulator
 from comb.linking.positions import RotaryProbe
 from comb.linking.rotation import Rerotation, Rotation
 
@@ -69,11 +69,11 @@ def find_queries(model: Any) -> dict[int, LayerQueries]:
     Raises:
         UnsupportedModelError: when no layer does, or positions can't be given to the model.
     """
-    found: dict[int, LayerQueries] = identity_of(model).fact("MAC queries", lambda: _find(model))
+    found: dict[int, LayerQueries] = identity_of(model).fact("MAC queries", lambda: _find_queries(model))
     return found
 
 
-def _find(model: Any) -> dict[int, LayerQueries]:
+def _find_queries(model: Any) -> dict[int, LayerQueries]:
     name = type(model).__name__
     if getattr(model.config, "is_encoder_decoder", False):
         raise UnsupportedModelError(f"{name} is an encoder-decoder; MAC works on decoder-only models")
@@ -111,17 +111,17 @@ def _find(model: Any) -> dict[int, LayerQueries]:
             f"{name} chooses the keys of every query by an indexer, and does so only under attention that it knows by "
             "name: use it without MAC"
         )
-    return {index: _explained(probe, [each[index] for each in passes]) for index in seen}
-
-
-def _explained(probe: RotaryProbe, passes: list[list[AttentionCall]]) -> LayerQueries:
-    """By the calls of one layer in each of the probe's passes."""
-    module = passes[0][0].module
-    if len(passes[0]) > 1:
-        return LayerQueries(module, unknown="several attentions in one layer")
-    found = probe.explain(torch.cat([probe.by_position(call.query) for (call,) in passes], dim=1), probe.passes)
-    if found == "still":
-        return LayerQueries(module)
-    if not isinstance(found, tuple):
-        return LayerQueries(module, unknown="queries that no rotary embedding explains")
-    return LayerQueries(module, *found)
+    queries = {}
+    for index, calls in seen.items():
+        module = calls[0].module
+        if len(calls) > 1:
+            queries[index] = LayerQueries(module, unknown="several attentions in one layer")
+            continue
+        turned = torch.cat([probe.by_position(call.query) for each in passes for call in each[index]], dim=1)
+        found = probe.explain(turned, probe.passes)
+        if isinstance(found, tuple):
+            queries[index] = LayerQueries(module, *found)
+        else:
+            unknown = "" if found == "still" else "queries that no rotary embedding explains"
+            queries[index] = LayerQueries(module, unknown=unknown)
+    return queries

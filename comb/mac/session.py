@@ -31,18 +31,50 @@ from comb.mac.accounting import LayerCounts, MacReport
 from comb.mac.passes import DecoderPass, PassReader, cache_layer, why_exact
 from comb.mac.rotation import LayerQueries, find_queries
 
+_SHORT = "below min_length"
+
+
+@dataclass(frozen=True)
+class KeysIdentity:
+    """Whether a cache still holds the keys [B, G, L, D] that a pass left in it, without reading or keeping them.
+
+    A summary is right only for the keys that it was made from. transformers' caches replace their tensors when they
+    grow, are reordered (beams) or repeated, and cut views from them when they are cropped; the cache that linking makes
+    is written in place. So a layer goes on from what was seen if its tensor is the one seen last, or a beginning of it,
+    and nobody wrote into it since. Anything else counts as another prompt.
+    """
+
+    root: weakref.ref[Tensor]
+    pointer: int
+    version: int
+    sizes: tuple[int, ...]
+
+    @classmethod
+    def of(cls, layer: Any) -> KeysIdentity | None:
+        """What `layer` of a cache holds now; None if it holds nothing."""
+        keys = getattr(layer, "keys", None)
+        if not isinstance(keys, Tensor) or not keys.numel():
+            return None
+        root, (rows, heads, _, width) = base_of(keys), keys.shape
+        return cls(weakref.ref(root), keys.data_ptr(), writes(root), (rows, heads, width, *keys.stride()))
+
+    def continues(self, now: KeysIdentity | None) -> bool:
+        """Whether these are the same keys `now`, or a beginning of them, or have grown behind them where they lie."""
+        if now is None or now.root() is not self.root():
+            return False
+        return (now.pointer, now.version, now.sizes) == (self.pointer, self.version, self.sizes)
+
 
 @dataclass
 class _LayerState:
-    """What the session knows of one layer."""
+    """What the session knows of one layer: `seen` are the keys that the rings are of, `off` why it is left alone."""
 
-    index: int
     queries: LayerQueries
+    off: str
     state: MacState | None = None
     start: Tensor | None = None
     seen: KeysIdentity | None = None
     counts: LayerCounts | None = None
-    off: str = ""
 
 
 class MacSession:
@@ -77,17 +109,13 @@ class MacSession:
             if name in STAND_INS:
                 raise RuntimeError("a MAC session is on this model already: leave it first, or use that one")
             for index, queries in find_queries(self.backbone).items():
-                layer = self._layers.setdefault(index, _LayerState(index, queries, off=queries.unknown))
+                layer = self._layers.setdefault(index, _LayerState(queries, queries.unknown))
                 layer.queries = queries  # anew where weights have changed since the session was left
             stack.enter_context(attention(self.backbone, stand_in(name)))
             decoder = decoder_of(self.backbone)
             self._reader = PassReader(decoder)
-            hooks = (
-                decoder.register_forward_pre_hook(self._begin, with_kwargs=True),
-                decoder.register_forward_hook(self._finish, with_kwargs=True, always_call=True),
-            )
-            for hook in hooks:
-                stack.callback(hook.remove)
+            stack.callback(decoder.register_forward_pre_hook(self._begin, with_kwargs=True).remove)
+            stack.callback(decoder.register_forward_hook(self._finish, with_kwargs=True, always_call=True).remove)
             self._stack = stack.pop_all()
         return self
 
@@ -100,15 +128,17 @@ class MacSession:
 
     def report(self) -> MacReport:
         """What was reused, read and left to exact attention since the session began."""
-        layers = [
-            layer.counts.report(index) for index, layer in sorted(self._layers.items()) if layer.counts is not None
-        ]
-        return MacReport(self.steps, self.prompts, tuple(layers), dict(self.exact), dict(self.events), self.nbytes)
+        layers = tuple(
+            layer.counts.report(index, layer.off)
+            for index, layer in sorted(self._layers.items())
+            if layer.counts is not None
+        )
+        return MacReport(self.steps, self.prompts, layers, dict(self.exact), dict(self.events), self.nbytes)
 
     @property
     def nbytes(self) -> int:
         """Bytes of the rings as they are now."""
-        return sum(layer.state.nbytes for layer in self._layers.values() if layer.state is not None)
+        return sum(state.nbytes for state in self.states().values())
 
     def states(self) -> dict[int, MacState]:
         """The rings by layer, as they are now."""
@@ -130,16 +160,23 @@ class MacSession:
             self._pass.audited = self.config.audit_every > 0 and self.steps % self.config.audit_every == 0
         else:
             self.prompts += 1
-        self._check_continuity(self._pass.cache)
-        self._token = ANSWERING.set(self)
+        events = set()
+        for index, layer in self._layers.items():  # rings of other keys than those that were seen last are emptied
+            if layer.state is None:
+                continue
+            now = KeysIdentity.of(cache_layer(self._pass.cache, index))
+            if layer.seen is None or not layer.seen.continues(now):
+                events.add("new prompt" if now is None else "cache changed")
+                layer.state = layer.start = None
+        self.events.update(events)
+        self._token = ANSWERING.set(self.attend)
 
     def _finish(self, decoder: Any, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
-        if self._token is None:
+        if self._pass is None:
             return
-        current = self._pass
+        cache = self._pass.cache
         self._end_pass()
-        cache = current.cache if current is not None else None
-        if cache is None:
+        if cache is None:  # the model has made one
             cache = getattr(output, "past_key_values", None)
         for index, layer in self._layers.items():
             if layer.state is not None:
@@ -148,19 +185,6 @@ class MacSession:
     def _end_pass(self) -> None:
         ANSWERING.reset(self._token)
         self._token = self._pass = None
-
-    def _check_continuity(self, cache: Any) -> None:
-        """Empties the rings of layers whose keys aren't those that were seen last."""
-        events = set()
-        for index, layer in self._layers.items():
-            if layer.state is None:
-                continue
-            now = cache_layer(cache, index)
-            if layer.seen is not None and layer.seen.continues(now):
-                continue
-            events.add("new prompt" if empty(now) else "cache changed")
-            layer.state, layer.start = None, None
-        self.events.update(events)
 
     # ---- a layer ----
 
@@ -194,11 +218,17 @@ class MacSession:
         start = current.start.to(call.query.device)
         index = current.key_indices(call)
         positions = index[None] if current.positions is None else current.positions.to(start.device)
-        state = self._state(call, layer, start)
+        if layer.state is None or layer.start is None:
+            sizes = len(start), heads, call.query.shape[-1], call.values.shape[-1]
+            layer.state = MacState.empty(*sizes, config, call.query)
+        elif layer.start is not start and not torch.equal(layer.start, start):
+            self.events["padding changed"] += 1
+            layer.state.invalidate(layer.start != start)
+        layer.start, state = start, layer.state
         state.crop(index[0] - start)
         if not decodes:
             output = call.exact()
-            here = current.key_indices_here(call)
+            here = current.key_indices(call, torch.device("cpu"))
             if kept := rows_to_keep(here, config):
                 query = call.query[:, :, -kept:]
                 unrotated = layer.queries.unrotated(query, positions.expand(-1, tokens)[:, -kept:])
@@ -218,25 +248,10 @@ class MacSession:
             error = layer.counts.audit(done, exact[0][:, 0])
             bound = config.audit_bound
             if bound is not None and not error <= bound:  # NaN is an error, too
-                layer.off = layer.counts.off = f"audit: error {error:.3f} above {bound:g}"
+                layer.off = f"audit: error {error:.3f} above {bound:g}"
                 layer.state = None
                 return exact
         return done.output.to(call.query.dtype)[:, None], None
-
-    def _state(self, call: AttentionCall, layer: _LayerState, start: Tensor) -> MacState:
-        """The layer's rings; new ones for a new batch, rows emptied whose padding has changed."""
-        rows, heads, _, width = call.query.shape
-        if layer.state is None or layer.start is None:
-            values = call.values.shape[-1]
-            layer.state = MacState.empty(rows, heads, width, values, self.config, call.query)
-        elif layer.start is not start and not torch.equal(layer.start, start):
-            self.events["padding changed"] += 1
-            layer.state.invalidate(layer.start != start)
-        layer.start = start
-        return layer.state
-
-
-_SHORT = "below min_length"
 
 
 def mac(model: Any, config: MacConfig | str | None = None, **changes: Any) -> MacSession:
@@ -251,50 +266,3 @@ def mac(model: Any, config: MacConfig | str | None = None, **changes: Any) -> Ma
     """
     chosen = MacConfig.context() if config is None else MacConfig.parse(config) if isinstance(config, str) else config
     return MacSession(model, replace(chosen, **changes))
-
-
-@dataclass(frozen=True)
-class KeysIdentity:
-    """Whether a cache still holds the keys [B, G, L, D] that a pass left in it, without reading or keeping them.
-
-    A summary is right only for the keys that it was made from. transformers' caches replace their tensors when they
-    grow, are reordered (beams) or repeated, and cut views from them when they are cropped; the cache that linking makes
-    is written in place. So a layer goes on from what was seen if its tensor is the one seen last, or a beginning of it,
-    and nobody wrote into it since. Anything else counts as another prompt.
-    """
-
-    root: weakref.ref[Tensor]
-    pointer: int
-    version: int
-    sizes: tuple[int, ...]
-
-    @classmethod
-    def of(cls, layer: Any) -> KeysIdentity | None:
-        """What `layer` of a cache holds now; None if it holds nothing."""
-        keys = _keys(layer)
-        if keys is None:
-            return None
-        root = base_of(keys)
-        return cls(weakref.ref(root), keys.data_ptr(), writes(root), _sizes(keys))
-
-    def continues(self, layer: Any) -> bool:
-        """Whether `layer` holds the same keys, or a beginning of them, or has grown behind them where they lie."""
-        now = KeysIdentity.of(layer)
-        if now is None or now.root() is not self.root():
-            return False
-        return (now.pointer, now.version, now.sizes) == (self.pointer, self.version, self.sizes)
-
-
-def _keys(layer: Any) -> Tensor | None:
-    keys = getattr(layer, "keys", None)
-    return keys if isinstance(keys, Tensor) and keys.numel() else None
-
-
-def _sizes(tensor: Tensor) -> tuple[int, ...]:
-    rows, heads, _, width = tensor.shape
-    return rows, heads, width, *tensor.stride()
-
-
-def empty(layer: Any) -> bool:
-    """Whether a layer of a cache holds no keys yet."""
-    return _keys(layer) is None

@@ -13,11 +13,10 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from comb.bench.work.mac_stream import StreamSpec, error_between, make_stream, run_stream
-from comb.kernels.mac.algebra import EMPTY, attend, attend_range, merge
 from comb.kernels.mac.mac_config import MacConfig
-from comb.kernels.mac.state import MacState, RingEntries
-from comb.kernels.mac.step import find_match
-from tests.helpers.mac_decode import Decode, hit_keys, noise, step_in_order
+from comb.kernels.mac.state import EMPTY, MacState, RingEntries
+from comb.kernels.mac.step import attend, find_match, merge
+from tests.helpers.mac_decode import Decode, attend_range, hit_keys, noise, step_in_order
 
 EXACT = {torch.float64: 1e-13, torch.float32: 2e-6, torch.bfloat16: 1e-5}
 SMALL = MacConfig(window=8, band=4, tau=0.0, min_length=0, max_chain=None, max_drift=False)

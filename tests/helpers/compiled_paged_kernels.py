@@ -17,8 +17,8 @@ from triton.runtime.driver import driver
 from triton.runtime.jit import JITFunction
 
 from comb.kernels.launch import Launch, power_of_two
+from comb.kernels.paged.attention import FP8, BlockTable, PagedBatch, PagedLayer
 from comb.kernels.paged.kernel import attend_paged
-from comb.kernels.paged.layout import FP8, BlockTable, PagedBatch, PagedLayer
 from comb.kernels.paged.plan import PagedLaunch, launch_for
 from tests.helpers.compiled_mac_kernels import NoDevice, buffers, compile_only, compiled, resident, resources
 

@@ -67,7 +67,7 @@ class EngineDevice:
             raise AssertionError("the plain way was taken")
 
         if self.kind == "cuda":
-            patch.setattr("comb.kernels.paged.attention.attend_plain", plain)
+            patch.setattr("comb.kernels.dispatch.attend_plain", plain)
 
 
 def graphs_of(llm: Any, patch: pytest.MonkeyPatch) -> list[str]:

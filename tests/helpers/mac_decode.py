@@ -7,11 +7,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from comb.kernels.mac.algebra import EMPTY, accumulator, attend, attend_range, merge
-from comb.kernels.mac.fill import prompt_rows
 from comb.kernels.mac.mac_config import MacConfig
-from comb.kernels.mac.state import MacState
-from comb.kernels.mac.step import MacStep, step
+from comb.kernels.mac.state import EMPTY, MacState, accumulator, prompt_rows
+from comb.kernels.mac.step import MacStep, attend, merge, step
 
 
 def noise(*shape: int, seed: int = 0, dtype: torch.dtype = torch.float64) -> Tensor:
@@ -62,6 +60,14 @@ class Decode:
         group = torch.arange(rotated.shape[1]) // (rotated.shape[1] // keys.shape[1])
         inside = torch.arange(m + 1) >= start[:, None, None]
         return attend(rotated, keys[:, group], values[:, group], self.scale, inside)[0]
+
+
+def attend_range(
+    query: Tensor, keys: Tensor, values: Tensor, low: int, high: int, scale: float
+) -> tuple[Tensor, Tensor]:
+    """`attend` to the keys [low, high) of [..., T, D]; an empty range where `high` is not above `low`."""
+    low = max(low, 0)
+    return attend(query, keys[..., low : max(high, low), :], values[..., low : max(high, low), :], scale)
 
 
 def hit_keys(config: MacConfig) -> int:

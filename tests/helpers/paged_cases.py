@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from comb.cache.quantization import quantize
-from comb.kernels.paged.layout import FP8, BlockTable, PagedBatch, PagedLayer
+from comb.kernels.paged.attention import FP8, BlockTable, PagedBatch, PagedLayer
 
 DOCUMENTS = ((5, 4, 9), (1,), (7, 3), (23, 2))
 """Tokens of the documents of rows 0, 1, ...; in blocks of 4 most last ones are filled in part, also in the middle."""

@@ -14,7 +14,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from comb.kernels.interpreter import INTERPRETED
+from comb.kernels.launch import INTERPRETED
 
 
 @pytest.fixture(autouse=True)

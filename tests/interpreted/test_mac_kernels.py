@@ -14,13 +14,12 @@ import pytest
 import torch
 from torch import Tensor
 
+from comb.kernels.dispatch import computed_step
 from comb.kernels.launch import Launch
 from comb.kernels.mac import kernel as kernel_module
-from comb.kernels.mac.algebra import EMPTY, attend_ranges
-from comb.kernels.mac.dispatch import computed_step
 from comb.kernels.mac.mac_config import MacConfig
-from comb.kernels.mac.state import MacState
-from comb.kernels.mac.step import step
+from comb.kernels.mac.state import EMPTY, MacState
+from comb.kernels.mac.step import attend_ranges, step
 from comb.mac import mac
 from tests.helpers.mac_decode import Decode, noise
 from tests.interpreted.faults import distance, mutate, unwritten_memory_is_nan, watch_launches  # noqa: F401  a fixture

@@ -12,12 +12,13 @@ import pytest
 import torch
 
 from comb.bench.work.kernel_cases import relative_error
+from comb.kernels.dispatch import attend
+from comb.kernels.dispatch import why_plain_attention as why_plain
 from comb.kernels.launch import Launch
 from comb.kernels.paged import kernel as paged_module
 from comb.kernels.paged import plan as plan_module
-from comb.kernels.paged.attention import attend, attend_plain, why_plain
+from comb.kernels.paged.attention import PagedBatch, PagedLayer, attend_plain
 from comb.kernels.paged.kernel import attend_paged
-from comb.kernels.paged.layout import PagedBatch, PagedLayer
 from comb.kernels.paged.plan import PagedLaunch
 from tests.helpers.paged_cases import by_hand, in_fp8, paged_case
 from tests.interpreted.faults import distance, mutate, unwritten_memory_is_nan, watch_launches  # noqa: F401  a fixture
@@ -91,9 +92,9 @@ def test_queries_may_be_strided_and_layers_share_a_plan() -> None:
     wide[..., 3:13] = query
     first = attend_paged(wide[..., 3:13], layer, batch, SHARES["some"])
     assert torch.equal(first, attend_paged(query, layer, batch, SHARES["some"]))
-    assert len(batch._plans) == 1
+    assert len(batch.plans) == 1
     assert torch.equal(attend(query, layer, batch), attend_paged(query, layer, batch))
-    assert len(batch._plans) == 2
+    assert len(batch.plans) == 2
 
 
 def test_launches_are_on_the_device_of_the_query(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -140,7 +141,7 @@ def _compare() -> None:
     for layer in (in_fp8(plain), scaled(in_fp8(plain), 0)):
         expected = by_hand(query, layer, batch)
         for sizes in (SHARES["some"], SHARES["blocks"]):
-            batch._plans.clear()
+            batch.plans.clear()
             assert relative_error(attend_paged(query, layer, batch, sizes), expected) < 1e-4
 
 

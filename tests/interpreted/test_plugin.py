@@ -19,7 +19,7 @@ def test_the_kernels_answer_as_the_library_does(tmp_path: Path, monkeypatch: pyt
     from comb.kernels.paged import kernel as paged
 
     def counted(query: Any, layer: Any, batch: Any, **options: Any) -> Any:
-        STEPS.append(batch.num_tokens)
+        STEPS.append(sum(batch.counts))
         return run(query, layer, batch, **options)
 
     def plain(*_: Any) -> None:
@@ -27,7 +27,7 @@ def test_the_kernels_answer_as_the_library_does(tmp_path: Path, monkeypatch: pyt
 
     run = paged.attend_paged
     monkeypatch.setattr(paged, "attend_paged", counted)
-    monkeypatch.setattr("comb.kernels.paged.attention.attend_plain", plain)
+    monkeypatch.setattr("comb.kernels.dispatch.attend_plain", plain)
     prompts = [list(range(5, 5 + length)) for length in (9, 40)]
     asked = [(prompt, names) for names in ("A", "", "CAB", "B") for prompt in prompts]
     with served(tmp_path, checkpoint(tmp_path, "nano"), pool_dtype=stored) as found:

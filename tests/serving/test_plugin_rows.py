@@ -17,7 +17,8 @@ from comb.kernels.paged.attention import attend_row
 from comb.model.config import CombEncoderConfig
 from comb_serving.pool.capability import KEY, MARK, Capability, PoolHandle, pack
 from comb_serving.pool.shared_pool import PoolLayout, SharedPool
-from comb_serving.vllm.decoder_pool import check_arguments, rank_layout, total_bytes
+from comb_serving.vllm.admission import check_arguments
+from comb_serving.vllm.decoder_pool import rank_layout, total_bytes
 from comb_serving.vllm.rows import RequestDocuments
 
 A, B = PoolHandle(5, (3, 1)), PoolHandle(4, (0,))
@@ -209,7 +210,7 @@ def test_the_v2_model_state_sets_the_step(documents: RequestDocuments, monkeypat
     found.add_request(2, SimpleNamespace(req_id="pooling", sampling_params=None, prompt_token_ids=None))
     assert found.prepare_inputs(batch(["y", "x"], [0, 1, 4]), None) == {"positions": 1}
     (row,) = model.comb.step.rows
-    assert (row.start, row.stop, row.table.num_tokens) == (1, 4, 5)
+    assert (row.start, row.stop, len(row.table.slots())) == (1, 4, 5)
     # another request in the batch position of the one before
     found.remove_request("x")
     found.add_request(0, new("w", None))

@@ -12,8 +12,8 @@ from typing import Any
 import pytest
 import torch
 
-from comb.kernels.paged.attention import attend
-from comb.kernels.paged.layout import BlockTable, PagedBatch
+from comb.kernels.dispatch import attend
+from comb.kernels.paged.attention import BlockTable, PagedBatch
 from comb_serving.pool import memory
 from comb_serving.pool.capability import PoolHandle
 from comb_serving.pool.memory import CannotShareError, DeviceMemory

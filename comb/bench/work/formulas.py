@@ -9,9 +9,7 @@ import torch
 
 from comb.bench.work.mac_stream import StreamSpec, make_stream, run_stream
 from comb.evaluation.table import Row
-from comb.hybrid.families.dense import DenseTransition
-from comb.hybrid.families.diagonal import DiagonalTransition
-from comb.hybrid.families.scalar import ScalarTransition
+from comb.hybrid.transition import DenseTransition, DiagonalTransition, ScalarTransition
 from comb.kernels.mac.mac_config import MacConfig
 from comb.kernels.mac.state import MacState
 

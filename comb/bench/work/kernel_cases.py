@@ -8,25 +8,26 @@ wrong on purpose, as a kernel with a fault would give them; a check that doesn't
 from __future__ import annotations
 
 import math
+import time
 from collections.abc import Callable, Mapping
 from copy import deepcopy
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from functools import partial
 from typing import Any
 
 import torch
 import torch.nn.functional as F
+import triton
 from torch import Tensor
 
 from comb.cache.quantization import quantize
-from comb.kernels.mac.algebra import attend_range
-from comb.kernels.mac.dispatch import computed_step
+from comb.evaluation.table import Timing
+from comb.kernels.mac.kernel import fused_step
 from comb.kernels.mac.mac_config import MacConfig
 from comb.kernels.mac.state import MacState
-from comb.kernels.mac.step import MacStep, step
-from comb.kernels.paged.attention import attend_plain
+from comb.kernels.mac.step import MacStep, attend, step
+from comb.kernels.paged.attention import BlockTable, PagedBatch, PagedLayer, attend_plain
 from comb.kernels.paged.kernel import attend_paged
-from comb.kernels.paged.layout import BlockTable, PagedBatch, PagedLayer
 from comb.kernels.paged.plan import launch_for
 
 BOUNDS = {torch.float32: 5e-5, torch.float16: 3e-3, torch.bfloat16: 1e-2}
@@ -106,12 +107,7 @@ class MacCase:
 
         def kernel(into: MacState = state) -> MacStep:
             # the ring's oldest slot is written, which no later call matches
-            done, plain = computed_step(
-                into, unrotated, query, keys, values, start, replace(config, kernels="triton"), scale
-            )
-            if plain:
-                raise RuntimeError(f"no kernel ran: {plain}")
-            return done
+            return fused_step(into, unrotated, query, keys, values, start, config, scale)
 
         def plain(by: float = scale) -> tuple[MacStep, MacState]:
             written = deepcopy(state)
@@ -142,7 +138,7 @@ class MacCase:
             vectors = [(found.output, wanted.output), (written.o, rings.o), (written.query, rings.query)]
             # distances of queries are differences of their squares: of an equal one nothing but rounding is left
             drift = float((written.drift - rings.drift).abs().max()) / math.sqrt(2 * self.width)
-            found_errors = [*(_of_sums(*pair) for pair in sums), *(relative_error(*pair) for pair in vectors)]
+            found_errors = [*(_error_of_sums(*pair) for pair in sums), *(relative_error(*pair) for pair in vectors)]
             return max([drift, *found_errors])
 
         def dropped_tile() -> tuple[MacStep, MacState]:
@@ -173,7 +169,7 @@ class MacCase:
         """Attention to all keys from `low` on, row by row: o [B, H, V], lse [B, H]."""
         found = []
         for own, key, value in zip(query.unflatten(1, (self.groups, -1)), keys, values, strict=True):
-            one = attend_range(own, key[:, None], value[:, None], low, self.context, self.width**-0.5)
+            one = attend(own, key[:, None, low:], value[:, None, low:], self.width**-0.5)
             found.append([part.flatten(0, 1) for part in one])
         o, lse = (torch.stack(parts) for parts in zip(*found, strict=True))
         return o, lse
@@ -230,26 +226,24 @@ class PagedCase:
         kernel, rival = partial(attend_paged, query, layer, batch, launch), partial(attend_plain, query, layer, batch)
         wanted = attend_plain(query.double(), layer, batch)
         error = partial(relative_error, wanted=wanted)
-        short = replace(batch, tables=tuple(_without_a_tile(table) for table in tables), _plans={})
-        wrong = {
-            # in one row alone, the last one
-            "a tile left out": lambda: _last_row(wanted, attend_plain(query, layer, short), self.queries),
+
+        def dropped_tile() -> Tensor:
+            # in one row alone, the last one: without the blocks of its first keys, though never without all
+            short = BlockTable([(self.block, (0,))], self.block)
+            whole = tables[-1].last
+            short.last = whole[min(TILE // self.block, len(whole) // 2) :]
+            own = attend_plain(query[-self.queries :], layer, PagedBatch((self.queries,), (short,)))
+            return torch.cat([wanted[: -self.queries], own.to(wanted)])
+
+        wrong: dict[str, Callable[[], Tensor]] = {
+            "a tile left out": dropped_tile,
             "scores a tenth too large": lambda: attend_plain(1.1 * query, layer, batch),
         }
         if len(query) > 1:
             wrong["another row's answer"] = lambda: rival().roll(1, 0)
-        return KernelCall(kernel, kernel, rival, error, rival, error, wrong, {}, self.bound, self.nbytes, self.nbytes)
-
-    @property
-    def bound(self) -> float:
-        """Of relative errors."""
-        return BOUNDS[self.dtype]
-
-    @property
-    def nbytes(self) -> int:
-        """Keys and values of all documents."""
-        each = (1 if self.fp8 else self.dtype.itemsize) * self.width + (4 if self.fp8 else 0)
-        return 2 * each * self.groups * self.rows * self.documents * self.tokens
+        each = self.width + 4 if self.fp8 else self.dtype.itemsize * self.width
+        nbytes = 2 * each * self.groups * self.rows * self.documents * self.tokens
+        return KernelCall(kernel, kernel, rival, error, rival, error, wrong, {}, BOUNDS[self.dtype], nbytes, nbytes)
 
     def stored(self, device: torch.device, draw: torch.Generator) -> tuple[PagedLayer, tuple[BlockTable, ...]]:
         """Documents of noise in shuffled blocks, and each row's; all other slots are NaN."""
@@ -281,19 +275,79 @@ def relative_error(found: Tensor, wanted: Tensor) -> float:
     return float(torch.nan_to_num(share, nan=math.inf).max())
 
 
-def _of_sums(found: Tensor, wanted: Tensor) -> float:
+def _error_of_sums(found: Tensor, wanted: Tensor) -> float:
     """Relative error of the sums that these log-sum-exps are of; empty ones are equal, NaN is infinitely far."""
     apart = torch.where(found == wanted, 0.0, (found.double() - wanted.double()).abs())
     return float(torch.expm1(torch.nan_to_num(apart, nan=math.inf)).max())
 
 
-def _without_a_tile(table: BlockTable) -> BlockTable:
-    """The table without the blocks of its first `TILE` keys, though never without all."""
-    short = BlockTable([(table.block_size, (0,))], table.block_size)
-    short.last = table.last[min(TILE // table.block_size, len(table.last) // 2) :]
-    return short
+def seconds_of(call: Callable[[], object], device: torch.device) -> Timing:
+    """Of a call that gives the same whenever it is replayed; on a CPU it shows that it runs, nothing else."""
+    if device.type != "cuda":
+        start = time.perf_counter()
+        call()
+        return Timing.over([time.perf_counter() - start])
+    aside = torch.cuda.Stream()
+    aside.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(aside):  # compiles, and fills the allocator
+        for _ in range(2):
+            call()
+    torch.cuda.current_stream().wait_stream(aside)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        call()
+    found: Any = triton.testing.do_bench(graph.replay, warmup=5, rep=50, return_mode="all")
+    return Timing.over([milliseconds / 1000 for milliseconds in found])
 
 
-def _last_row(others: Tensor, found: Tensor, queries: int) -> Tensor:
-    """`found` for the last row's query tokens, `others` for the rest."""
-    return torch.cat([others[:-queries], found[-queries:].to(others)])
+def label(case: MacCase | PagedCase) -> str:
+    """What of it isn't the default."""
+    parts = []
+    for each in fields(case):
+        value = getattr(case, each.name)
+        if isinstance(value, MacConfig):
+            parts.append(f"window {value.window}, band {value.band}, sink {value.sink}")
+        elif value != each.default:
+            parts.append(f"{each.name} {value}".replace("torch.", ""))
+    return ", ".join(parts)
+
+
+_MAC = MacConfig(window=48, band=20, tau=0.6, min_length=0, max_chain=None, max_drift=False)
+_SMALL = MacCase(_MAC, 2, 150, dtype=torch.float32, heads=6, groups=2, width=10)
+_MAC_CHECKS = (
+    _SMALL,
+    replace(_SMALL, dtype=torch.bfloat16),
+    replace(_SMALL, config=replace(_MAC, sink=7, max_chain=1, max_drift=True), chains=2),
+    replace(_SMALL, config=replace(_MAC, ring_dtype="bfloat16"), dtype=torch.float16, hits=1.0),
+    replace(_SMALL, rows=1, width=256, hits=0.0),
+    MacCase(replace(_MAC, window=1024, band=256), 4, 6000),
+    MacCase(replace(_MAC, window=1024, band=256), 4, 6000, hits=0.0),
+)
+# the paper's Fig. 6 searches 512 queries; rings in 16 bits as its release
+_FIG6 = MacConfig(window=512, band=256, tau=0.8, min_length=0, ring_dtype="bfloat16")
+_MAC_TIMES = tuple(
+    MacCase(_FIG6, rows, context, hits)
+    for rows, context in ((1, 32768), (8, 32768), (32, 32768), (1, 131072), (8, 131072)) for hits in (0.0, 0.9, 1.0)
+)  # fmt: skip
+_PAGED_CHECKS = tuple(
+    PagedCase(rows, 3, 37, queries, dtype, fp8, least_keys=least)
+    for dtype in BOUNDS for fp8 in (False, True) for rows, queries, least in ((4, 1, 256), (2, 37, 16))
+)  # fmt: skip
+_PAGED_TIMES = tuple(
+    PagedCase(rows, 8, tokens, queries, fp8=fp8)
+    for fp8 in (False, True) for queries in (1, 256) for rows, tokens in ((1, 500), (8, 500), (8, 4000), (128, 500))
+)  # fmt: skip
+_TINY: dict[str, Any] = {"dtype": torch.float32, "heads": 4, "groups": 2, "width": 16}
+_TINY_PAGED = tuple(
+    PagedCase(3, 2, 9, queries, fp8=fp8, block=4, **_TINY) for queries in (1, 5) for fp8 in (False, True)
+)
+Cases = tuple[MacCase | PagedCase, ...]
+CASES: dict[str, tuple[Cases, Cases]] = {"mac": (_MAC_CHECKS, _MAC_TIMES), "paged": (_PAGED_CHECKS, _PAGED_TIMES)}
+"""By part of `comb bench kernels`: what is compared, and what is compared and timed."""
+TINY_CASES: dict[str, tuple[Cases, Cases]] = {
+    "mac": (
+        _MAC_CHECKS[:4],
+        tuple(MacCase(replace(_MAC, window=16, band=8), 2, 96, hits, **_TINY) for hits in (0.0, 1.0)),
+    ),
+    "paged": (_TINY_PAGED, _TINY_PAGED),
+}

@@ -17,11 +17,9 @@ import torch
 from torch import Tensor
 
 from comb.evaluation.table import Row
-from comb.kernels.mac.algebra import attend
-from comb.kernels.mac.fill import prompt_rows
 from comb.kernels.mac.mac_config import MacConfig
-from comb.kernels.mac.state import MacState
-from comb.kernels.mac.step import step
+from comb.kernels.mac.state import MacState, prompt_rows
+from comb.kernels.mac.step import attend, step
 
 _BASE = 500_000.0
 

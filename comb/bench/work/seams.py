@@ -13,7 +13,6 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -22,12 +21,11 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
 from comb.backbones.attention_calls import AttentionCall, choose_attention, seconds_of_lengths
 from comb.bench.harness import BenchmarkReport, or_refused
-from comb.bench.work.kernel_cases import BOUNDS, TILE
+from comb.bench.work.kernel_cases import BOUNDS, TILE, relative_error, seconds_of
 from comb.evaluation.table import Column, Row, TextTable, Timing
 from comb.linking.cache import ScatteredRows
 from comb.linking.recomputed import GroupedAttention, VarlenAttention, chosen
 
-Clock = Callable[[Callable[[], object], torch.device], Timing]
 HEADS, GROUPS, WIDTH = 32, 8, 128
 WAYS = {"grouped": GroupedAttention, "varlen": VarlenAttention}
 _OWN = 0.8  # how much of its own key is in a query: a fifth of the weights go there, of 16,000 keys
@@ -40,13 +38,6 @@ class SeamCase:
     runs: int
     tokens: int
     keys: int
-
-    @property
-    def rows(self) -> ScatteredRows:
-        """Of the pass."""
-        ends = torch.linspace(self.keys / self.runs, self.keys, self.runs).long()
-        positions = (ends[:, None] - torch.arange(self.tokens, 0, -1)).flatten()
-        return ScatteredRows(self.keys, positions)
 
 
 CASES = (
@@ -71,7 +62,7 @@ def tables(rows: Sequence[Row]) -> list[TextTable]:
     return [TextTable("One layer's attention of recomputed tokens", columns, rows)]
 
 
-def measure(device: torch.device, report: BenchmarkReport, seconds_of: Clock, *, tiny: bool) -> None:
+def measure(device: torch.device, report: BenchmarkReport, *, tiny: bool) -> None:
     """A row per case, and what a new length costs in decoding."""
     dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
     if device.type == "cuda":
@@ -82,82 +73,56 @@ def measure(device: torch.device, report: BenchmarkReport, seconds_of: Clock, *,
     for case in _TINY if tiny else CASES:
         row: Row = {"runs": case.runs, "rows": case.runs * case.tokens, "keys": case.keys}
         with or_refused(row), torch.inference_mode():
-            measured(case, dtype, device, row, seconds_of)
+            _measured(case, dtype, device, row)
         report.add(row)
 
 
-def measured(case: SeamCase, dtype: torch.dtype, device: torch.device, row: Row, seconds_of: Clock) -> None:
-    """Fills `row`.
+def _measured(case: SeamCase, dtype: torch.dtype, device: torch.device, row: Row) -> None:
+    """Fills `row`. Raises ValueError if a way is wrong, or wrong answers wouldn't be noticed: then nothing is timed."""
+    ends = torch.linspace(case.keys / case.runs, case.keys, case.runs).long()
+    rows = ScatteredRows(case.keys, (ends[:, None] - torch.arange(case.tokens, 0, -1)).flatten())
+    draw = torch.Generator().manual_seed(0)
+    shapes = (HEADS, len(rows.positions)), (GROUPS, rows.visible + 1), (GROUPS, rows.visible + 1)
+    query, keys, values = (torch.randn(1, *shape, WIDTH, generator=draw).to(device) for shape in shapes)
+    at, places = rows.on(device), torch.arange(rows.visible, device=device)
+    own = (keys[:, :, at] + keys[:, :, at + 1]).repeat_interleave(HEADS // GROUPS, 1)
+    query[:, ::2] += _OWN * own[:, ::2]
+    mask = (places <= at[:, None])[None, None]
+    module = nn.Module()
+    module.num_key_value_groups = HEADS // GROUPS  # type: ignore[assignment]  # as a layer of transformers says it
+    query, keys, values = (tensor.to(dtype) for tensor in (query, keys[:, :, :-1], values[:, :, :-1]))
+    call = AttentionCall(sdpa_attention_forward, module, query, keys, values, mask, WIDTH**-0.5, 0.0, {})
 
-    Raises:
-        ValueError: if a way is wrong, or wrong answers wouldn't be noticed: then nothing is timed.
-    """
-    rows = case.rows
-    call = _call(rows, dtype, device)
-    assert call.mask is not None
-    wanted = _in_float32(call, call.mask)
-    bound = BOUNDS[dtype]
-    wrong = {name: distance(_in_float32(call, mask), wanted) for name, mask in _wrong(rows, call.mask).items()}
+    exact = replace(call, query=query.float(), keys=keys.float(), values=values.float())
+    wanted, bound, tile = exact.exact()[0], BOUNDS[dtype], min(TILE, rows.visible // 8)
+    masks = {
+        "an end one key too early": mask & (places < at[:, None].clamp_min(1)),
+        "an end one key too late": mask | (places == at[:, None] + 1),
+        "a tile left out": mask & ~((places >= tile) & (places < 2 * tile)),
+    }
+    wrong = {name: relative_error(replace(exact, mask=other).exact()[0], wanted) for name, other in masks.items()}
     way = chosen(rows, device.type)
     name = next((name for name, each in WAYS.items() if each is way), "mask")
     row |= {"bound": bound, "least_wrong": min(wrong.values()), "chosen": name}
-    unseen = [name for name, error in wrong.items() if not error > 2 * bound]
-    if unseen:
+    if unseen := [name for name, error in wrong.items() if not error > 2 * bound]:
         raise ValueError(f"the check would hardly notice {', '.join(unseen)}: nothing is timed")
+
+    def answered(way: GroupedAttention | VarlenAttention) -> Tensor:
+        if (found := way.mixed(call, mask, None)) is None:
+            raise RuntimeError("left to the mask: no kernel here takes it")
+        return found
+
     ways: dict[str, Callable[[], Tensor]] = {"mask": lambda: call.exact()[0]}
-    for name, make in WAYS.items():
-        ways[name] = partial(_answered, make(rows, [(call.mask, None)]).mixed, call, call.mask, None)
+    ways |= {name: partial(answered, make(rows, [(mask, None)])) for name, make in WAYS.items()}
     errors = {}
     for name in tuple(ways):
         try:
-            errors[name] = distance(ways[name](), wanted)
+            errors[name] = relative_error(ways[name](), wanted)
         except RuntimeError as error:  # not taken, or not compiled: the others are measured all the same
             row[f"{name}_refused"] = str(error).partition("\n")[0]
             del ways[name]
     row |= {"errors": errors, "error": max(errors.values())}
     if faults := [f"{name} is off by {error:.2g}" for name, error in errors.items() if not error < bound]:
         raise ValueError(f"{', '.join(faults)}: nothing is timed")
-    ways["unmasked"] = lambda: F.scaled_dot_product_attention(call.query, call.keys, call.values, enable_gqa=True)
+    ways["unmasked"] = lambda: F.scaled_dot_product_attention(query, keys, values, enable_gqa=True)
     row |= {f"{name}_s": seconds_of(way, device) for name, way in ways.items()}
-
-
-def distance(found: Tensor, wanted: Tensor) -> float:
-    """The largest difference of two vectors, relative to the second's length."""
-    found = found.float()
-    return float(((found - wanted).norm(dim=-1) / wanted.norm(dim=-1)).max())
-
-
-def _answered(mixed: Callable[..., Tensor | None], *given: Any) -> Tensor:
-    if (found := mixed(*given)) is None:
-        raise RuntimeError("left to the mask: no kernel here takes it")
-    return found
-
-
-def _call(rows: ScatteredRows, dtype: torch.dtype, device: torch.device) -> AttentionCall:
-    draw = torch.Generator().manual_seed(0)
-    shapes = (HEADS, len(rows.positions)), (GROUPS, rows.visible + 1), (GROUPS, rows.visible + 1)
-    query, keys, values = (torch.randn(1, *shape, WIDTH, generator=draw).to(device) for shape in shapes)
-    at = rows.on(device)
-    own = (keys[:, :, at] + keys[:, :, at + 1]).repeat_interleave(HEADS // GROUPS, 1)
-    query[:, ::2] += _OWN * own[:, ::2]
-    mask = (torch.arange(rows.visible, device=device) <= at[:, None])[None, None]
-    module = nn.Module()
-    module.num_key_value_groups = HEADS // GROUPS  # type: ignore[assignment]  # as a layer of transformers says it
-    query, keys, values = (tensor.to(dtype) for tensor in (query, keys[:, :, :-1], values[:, :, :-1]))
-    return AttentionCall(sdpa_attention_forward, module, query, keys, values, mask, WIDTH**-0.5, 0.0, {})
-
-
-def _in_float32(call: AttentionCall, mask: Tensor) -> Tensor:
-    query, keys, values = (tensor.float() for tensor in (call.query, call.keys, call.values))
-    return replace(call, query=query, keys=keys, values=values, mask=mask).exact()[0]
-
-
-def _wrong(rows: ScatteredRows, mask: Tensor) -> dict[str, Tensor]:
-    """Masks that are wrong on purpose: a row sees one key too few or too many, or none of a tile of keys."""
-    at, places = rows.on(mask.device)[:, None], torch.arange(mask.shape[-1], device=mask.device)
-    tile = min(TILE, mask.shape[-1] // 8)
-    return {
-        "an end one key too early": mask & (places < at.clamp_min(1)),
-        "an end one key too late": mask | (places == at + 1),
-        "a tile left out": mask & ~((places >= tile) & (places < 2 * tile)),
-    }

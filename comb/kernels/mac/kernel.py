@@ -20,8 +20,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from comb.kernels.interpreter import INTERPRETED
-from comb.kernels.launch import Launch, power_of_two
+from comb.kernels.launch import INTERPRETED, Launch, power_of_two
 from comb.kernels.mac.mac_config import MacConfig
 from comb.kernels.mac.state import MacState
 from comb.kernels.mac.step import RANGES, MacStep, Match
@@ -279,7 +278,7 @@ def range_pieces(
     """Attention of `query` [B, H, D] to R ranges [low, high) of key indices, all [R, B, H] int32, in P pieces.
 
     Keys [B, G, L, D] and values [B, G, L, V]. Merged over the first dimension, the pieces are
-    `comb.kernels.mac.algebra.attend_ranges`.
+    `comb.kernels.mac.step.attend_ranges`.
 
     Returns:
         o [P, R, B, H, V] and lse [P, R, B, H] in 32 bits; (0, -inf) for pieces without a key.

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, fields, replace
-from typing import Any, Self
+from typing import TYPE_CHECKING, Any, Self
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 KERNELS = ("auto", "triton", "torch")
 RING_DTYPES = ("auto", "float32", "bfloat16", "float16", "float64")
@@ -94,7 +97,18 @@ class MacConfig:
             name, equals, value = part.partition("=")
             if name not in kinds or not equals:
                 raise ValueError(f"MAC has no parameter {part!r}; it takes: {', '.join(f'{k}=' for k in kinds)}")
-            changes[name] = _value(name, str(kinds[name]), value)
+            kind = str(kinds[name])
+            if "None" in kind and value.lower() == "none":
+                changes[name] = None
+            elif kind == "bool":
+                if value.lower() not in ("true", "false"):
+                    raise ValueError(f"{name} is true or false, not {value!r}")
+                changes[name] = value.lower() == "true"
+            else:
+                try:
+                    changes[name] = value if kind == "str" else float(value) if "float" in kind else int(value)
+                except ValueError:
+                    raise ValueError(f"{name} takes a number, got {value!r}") from None
         return presets[preset](**changes)
 
     def uncapped(self) -> Self:
@@ -105,15 +119,6 @@ class MacConfig:
         """Squared distance below which queries of `width` channels match: 2 d (1 - tau)^2."""
         return 2 * width * (1 - self.tau) ** 2
 
-
-def _value(name: str, kind: str, text: str) -> Any:
-    if "None" in kind and text.lower() == "none":
-        return None
-    if kind == "bool":
-        if text.lower() not in ("true", "false"):
-            raise ValueError(f"{name} is true or false, not {text!r}")
-        return text.lower() == "true"
-    try:
-        return text if kind == "str" else float(text) if "float" in kind else int(text)
-    except ValueError:
-        raise ValueError(f"{name} takes a number, got {text!r}") from None
+    def end(self, position: Tensor) -> Tensor:
+        """E(p) = max(p + 1 - r, 0): one behind the last key of the summary that position p leaves."""
+        return (position + 1 - self.band).clamp_min(0)

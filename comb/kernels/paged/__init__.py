@@ -1,5 +1,3 @@
-"""Attention to documents that lie in blocks of a shared pool, as the server's cross blocks read them.
-
-`layout` says where documents lie, `attention.attend` computes (plainly, or by `kernel` where there is a GPU), `plan` is
-who does what of a step's work.
+"""Attention to documents in blocks of a shared pool, as the server's cross blocks read them: where they lie and the
+plain `attention`, the `kernel`, and the `plan` of who does what of a step's work.
 """

@@ -1,16 +1,107 @@
-"""Attention to documents that lie in blocks of a shared pool: the plain way, and the choice between it and the kernel.
+"""Attention to documents in blocks of a shared pool: where they lie, which of them each row sees, the plain way.
 
-Shapes: T query tokens, H query heads, G key/value heads, D head_dim.
+A batch holds tokens of several rows; each row sees its own documents, whole, and nothing else. Attention doesn't ask
+for an order of keys, so a row's documents are one list of blocks, each filled to a length of its own: the last block of
+every document is usually filled in part, also in the middle of the list, and what lies behind is never read.
+
+Shapes: T query tokens, H query heads, G key/value heads, D head_dim, S slots of the pool (one token each).
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 from torch.nn import functional as F
 
-from comb.kernels.mac.dispatch import KEY_DTYPES, why_no_kernels, why_too_large
-from comb.kernels.paged.layout import FP8, PagedBatch, PagedLayer
+from comb.cache.quantization import dequantize
+
+FP8 = torch.float8_e4m3fn
+
+
+@dataclass(frozen=True)
+class PagedLayer:
+    """Keys and values of one layer in a pool.
+
+    Args:
+        keys, values: [S, G, D], adjacent channels, any other strides.
+        block_size: slots of a block.
+        key_scales, value_scales: [S, G] float32 of keys and values in fp8; None otherwise.
+    """
+
+    keys: Tensor
+    values: Tensor
+    block_size: int
+    key_scales: Tensor | None = None
+    value_scales: Tensor | None = None
+
+    def gather(self, slots: Tensor, like: Tensor) -> tuple[Tensor, Tensor]:
+        """Keys and values of `slots` [tokens] (on the pool's device), [tokens, G, D] as `like` is."""
+        pairs = ((self.keys, self.key_scales), (self.values, self.value_scales))
+        keys, values = (take(data, scales, slots, like.dtype).to(like.device) for data, scales in pairs)
+        return keys, values
+
+
+def take(data: Tensor, scales: Tensor | None, slots: Tensor, dtype: torch.dtype) -> Tensor:
+    """Rows `slots` of `data` [S, G, D], dequantised if there are `scales` [S, G]."""
+    if scales is None:
+        return data.index_select(0, slots).to(dtype)
+    # torch has no index_select for every eight-bit float on every device
+    chosen = data.view(torch.uint8).index_select(0, slots).view(data.dtype)
+    return dequantize(chosen, scales.index_select(0, slots)[..., None], dtype)
+
+
+class BlockTable:
+    """Where one row's documents lie.
+
+    Args:
+        documents: of each the number of tokens, and the blocks that hold it in order.
+        block_size: slots of a block.
+
+    Attributes:
+        last: [blocks] int32, the last filled slot of each block: block number and filled length in one.
+    """
+
+    def __init__(self, documents: Sequence[tuple[int, Sequence[int]]], block_size: int) -> None:
+        self.block_size = block_size
+        parts = []
+        for tokens, blocks in documents:
+            if len(blocks) != -(-tokens // block_size) or tokens < 1:
+                raise ValueError(f"{tokens} tokens don't fill {len(blocks)} blocks of {block_size}")
+            last = np.asarray(blocks, dtype=np.int64) * block_size + block_size - 1
+            last[-1] -= -tokens % block_size
+            parts.append(last)
+        joined = np.concatenate(parts)
+        if joined.max() >= 2**31:
+            raise ValueError(f"slot {joined.max()} is beyond the {2**31} that a pool may have")
+        self.last: NDArray[np.int32] = joined.astype(np.int32)
+        self._slots: dict[torch.device, Tensor] = {}
+
+    def slots(self, device: torch.device | str = "cpu") -> Tensor:
+        """Slots of all tokens [tokens] int64, in order; kept, as every layer asks for them."""
+        device = torch.device(device)
+        if device not in self._slots:
+            first = self.last.astype(np.int64) // self.block_size * self.block_size
+            every = first[:, None] + np.arange(self.block_size)
+            self._slots[device] = torch.from_numpy(every[every <= self.last[:, None]]).to(device)
+        return self._slots[device]
+
+
+@dataclass(frozen=True)
+class PagedBatch:
+    """The rows of one step: row i has the next ``counts[i]`` query tokens, which see ``tables[i]``.
+
+    Made once per step; what the kernels need of it is worked out and copied to the device at the first layer.
+    """
+
+    counts: tuple[int, ...]
+    tables: tuple[BlockTable, ...]
+    plans: dict[Any, Any] = field(default_factory=dict, compare=False, repr=False)
 
 
 def attend_plain(query: Tensor, layer: PagedLayer, batch: PagedBatch) -> Tensor:
@@ -38,32 +129,3 @@ def attend_row(query: Tensor, keys: Tensor, values: Tensor) -> Tensor:
     rows = query.unflatten(1, (shared, -1)).permute(1, 2, 0, 3).reshape(1, shared, -1, width)
     mixed = F.scaled_dot_product_attention(rows, keys.transpose(0, 1)[None], values.transpose(0, 1)[None])
     return mixed.view(shared, heads // shared, tokens, width).permute(2, 0, 1, 3).flatten(1, 2)
-
-
-def attend(query: Tensor, layer: PagedLayer, batch: PagedBatch) -> Tensor:
-    """Attention of each row's tokens to its own documents, by the kernel where it can be, plainly elsewhere.
-
-    query [T, H, D], row behind row -> the same shape
-    """
-    if why_plain(query, layer):
-        return attend_plain(query, layer, batch)
-    from comb.kernels.paged.kernel import attend_paged
-
-    return attend_paged(query, layer, batch)
-
-
-def why_plain(query: Tensor, layer: PagedLayer) -> str:
-    """Why a layer is left to `attend_plain`; empty if the kernel takes it."""
-    if nowhere := why_no_kernels(query.device):
-        return nowhere
-    if layer.keys.device != query.device:
-        return f"the pool is on {layer.keys.device}, queries are on {query.device}"
-    if query.dtype not in KEY_DTYPES:
-        return f"{str(query.dtype).removeprefix('torch.')} queries"
-    quantized = layer.keys.dtype == FP8 and layer.key_scales is not None
-    if not quantized and layer.keys.dtype != query.dtype:
-        names = [str(dtype).removeprefix("torch.") for dtype in (query.dtype, layer.keys.dtype)]
-        return f"{names[0]} queries, {names[1]} keys"
-    if quantized and query.device.type == "cuda" and torch.cuda.get_device_capability(query.device) < (8, 9):
-        return "fp8 needs a GPU of compute capability 8.9 or more"
-    return why_too_large(query.shape[-1], query.shape[1], layer.keys.shape[1])

@@ -16,11 +16,10 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from comb.kernels.interpreter import INTERPRETED
-from comb.kernels.launch import power_of_two
+from comb.kernels.launch import INTERPRETED, power_of_two
 from comb.kernels.mac.kernel import LOG2_E, _product
-from comb.kernels.paged.layout import PagedBatch, PagedLayer
-from comb.kernels.paged.plan import PagedLaunch, PagedPlan, PlanItems, launch_for, make_plan
+from comb.kernels.paged.attention import PagedBatch, PagedLayer
+from comb.kernels.paged.plan import PagedLaunch, PagedPlan, launch_for, make_plan
 
 MERGED = 16  # shares that one turn of the merge's loop reads
 
@@ -137,50 +136,40 @@ def _paged_merge_kernel(
 
 
 def attend_paged(query: Tensor, layer: PagedLayer, batch: PagedBatch, sizes: PagedLaunch | None = None) -> Tensor:
-    """`comb.kernels.paged.attention.attend_plain` by the kernels: query [T, H, D] -> the same shape and dtype."""
-    heads, groups, device = query.shape[1], layer.keys.shape[1], query.device
-    chosen = sizes or launch_for(query.dtype, query.shape[-1], fp8=layer.key_scales is not None)
-    plan = batch.plan(
-        (device, heads, groups, chosen),
-        lambda: make_plan(batch, heads=heads, groups=groups, device=device, sizes=chosen),
-    )
-    return run_plan(query, layer, plan)
+    """`comb.kernels.paged.attention.attend_plain` by the kernels: query [T, H, D] -> the same shape and dtype.
 
-
-def run_plan(query: Tensor, layer: PagedLayer, plan: PagedPlan) -> Tensor:
-    """The launches of a plan; none of them waits for the device, or the host for them."""
-    tokens, heads, width = query.shape
-    output = torch.empty(tokens, heads, width, dtype=query.dtype, device=query.device)
-    part = torch.empty(plan.partial_rows, heads, width, dtype=torch.float32, device=query.device)
-    lse = torch.empty(plan.partial_rows, heads, dtype=torch.float32, device=query.device)
-    with torch.cuda.device_of(query):  # triton launches on the current device, wherever the tensors are
-        for items in plan.launches:
-            _launch(query, layer, plan, items, output, part, lse)
-        if len(plan.merges):
-            _paged_merge_kernel[(heads * len(plan.merges),)](
-                plan.merges, part, lse, output, heads,
-                WIDTH=width, WIDE=power_of_two(width, 16), MERGED=MERGED, num_warps=4,
-            )  # fmt: skip
-    return output
-
-
-def _launch(
-    query: Tensor, layer: PagedLayer, plan: PagedPlan, items: PlanItems, output: Tensor, part: Tensor, lse: Tensor,
-) -> None:  # fmt: skip
-    groups, width = layer.keys.shape[1], query.shape[-1]
-    keys, values, wide = layer.keys, layer.values, power_of_two(width, 16)
+    No launch waits for the device, or the host for one.
+    """
+    (tokens, heads, width), groups, device = query.shape, layer.keys.shape[1], query.device
     quantized = layer.key_scales is not None
+    chosen = sizes or launch_for(query.dtype, width, fp8=quantized)
+    kind = device, heads, groups, chosen
+    if kind not in batch.plans:  # the first layer's plan is all layers'
+        batch.plans[kind] = make_plan(batch, heads=heads, groups=groups, device=device, sizes=chosen)
+    plan: PagedPlan = batch.plans[kind]
+    keys, values, wide = layer.keys, layer.values, power_of_two(width, 16)
     key_scales, value_scales = (layer.key_scales, layer.value_scales) if quantized else (query, query)
     assert key_scales is not None
-    narrow = quantized and query.dtype == torch.bfloat16
     mixed = {torch.float32: tl.float32, torch.float16: tl.float16, torch.bfloat16: tl.bfloat16}[query.dtype]
-    _paged_kernel[(groups * len(items.numbers),)](
-        query, keys, values, key_scales, value_scales, items.numbers, plan.table, output, part, lse,
-        query.stride(0), query.stride(1), keys.stride(0), keys.stride(1), values.stride(0), values.stride(1),
-        key_scales.stride(0), width**-0.5 * LOG2_E, groups,
-        BLOCK=layer.block_size, SHARED=query.shape[1] // groups, M=items.rows, WIDTH=width, WIDE=wide,
-        KEYS=items.launch.key_tile, QUANTIZED=quantized, MIXED=tl.float16 if narrow else mixed,
-        PRECISION="ieee" if query.dtype == torch.float32 else "tf32",
-        UPCAST=INTERPRETED and query.dtype == torch.bfloat16 and not quantized, num_warps=items.launch.warps,
-        num_stages=items.launch.depth(2 * wide, keys.element_size()),
-    )  # fmt: skip
+    if quantized and query.dtype == torch.bfloat16:
+        mixed = tl.float16
+    output = torch.empty(tokens, heads, width, dtype=query.dtype, device=device)
+    part = torch.empty(plan.partial_rows, heads, width, dtype=torch.float32, device=device)
+    lse = torch.empty(plan.partial_rows, heads, dtype=torch.float32, device=device)
+    with torch.cuda.device_of(query):  # triton launches on the current device, wherever the tensors are
+        for items in plan.launches:
+            _paged_kernel[(groups * len(items.numbers),)](
+                query, keys, values, key_scales, value_scales, items.numbers, plan.table, output, part, lse,
+                query.stride(0), query.stride(1), keys.stride(0), keys.stride(1), values.stride(0), values.stride(1),
+                key_scales.stride(0), width**-0.5 * LOG2_E, groups,
+                BLOCK=layer.block_size, SHARED=heads // groups, M=items.rows, WIDTH=width, WIDE=wide,
+                KEYS=items.launch.key_tile, QUANTIZED=quantized, MIXED=mixed,
+                PRECISION="ieee" if query.dtype == torch.float32 else "tf32",
+                UPCAST=INTERPRETED and query.dtype == torch.bfloat16 and not quantized, num_warps=items.launch.warps,
+                num_stages=items.launch.depth(2 * wide, keys.element_size()),
+            )  # fmt: skip
+        if len(plan.merges):
+            _paged_merge_kernel[(heads * len(plan.merges),)](
+                plan.merges, part, lse, output, heads, WIDTH=width, WIDE=wide, MERGED=MERGED, num_warps=4,
+            )  # fmt: skip
+    return output

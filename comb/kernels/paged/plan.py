@@ -20,7 +20,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from comb.kernels.launch import Launch, power_of_two
-from comb.kernels.paged.layout import PagedBatch
+from comb.kernels.paged.attention import PagedBatch
 from comb.waits import on_device
 
 _WAVES = (1, 2, 3, 4, 6, 8)
@@ -72,11 +72,10 @@ class PlanItems:
     Args:
         numbers: [items, 5] int32: first query token, how many, first and last + 1 of the entries in the list of all
             tables, and the first of its rows of partial sums (-1: it writes the output).
-        tokens: query tokens of a tile, at most. rows: of its matrix product, heads included.
+        rows: of a tile's matrix product, heads included.
     """
 
     numbers: Tensor
-    tokens: int
     rows: int
     launch: Launch
 
@@ -116,21 +115,14 @@ def make_plan(batch: PagedBatch, *, heads: int, groups: int, device: torch.devic
 
     numbers, merges, partial_rows = [], [], 0
     for chosen, rows in ((is_few, few), (~is_few, many)):
-        made, merged, partial_rows = _items(
-            counts[chosen],
-            lengths[chosen],
-            first_token[chosen],
-            first_entry[chosen],
-            rows // shared,
-            shares[chosen],
-            partial_rows,
-        )
+        own = (each[chosen] for each in (counts, lengths, first_token, first_entry, shares))
+        made, merged, partial_rows = _items(*own, rows // shared, partial_rows)
         numbers.append(made)
         merges.append(merged)
     tensors = to_device(
         [np.concatenate([table.last for table in batch.tables]), *numbers, np.concatenate(merges)], device
     )
-    lists = (PlanItems(tensors[1], few // shared, few, decode), PlanItems(tensors[2], many // shared, many, prefill))
+    lists = PlanItems(tensors[1], few, decode), PlanItems(tensors[2], many, prefill)
     return PagedPlan(tensors[0], tuple(items for items in lists if len(items.numbers)), tensors[3], partial_rows)
 
 
@@ -164,7 +156,7 @@ def even_shares(
 
 def _items(
     counts: NDArray[np.int64], lengths: NDArray[np.int64], first_token: NDArray[np.int64],
-    first_entry: NDArray[np.int64], tile: int, row_shares: NDArray[np.int64], partial_rows: int,
+    first_entry: NDArray[np.int64], row_shares: NDArray[np.int64], tile: int, partial_rows: int,
 ) -> tuple[NDArray[np.int32], NDArray[np.int32], int]:  # fmt: skip
     """Items and merges of rows that are cut into tiles of `tile` query tokens and `row_shares` shares."""
     tiles = -(-counts // tile)

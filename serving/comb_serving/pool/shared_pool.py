@@ -18,9 +18,9 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from comb.files import write_whole
 from comb.cache.quantization import quantize
-from comb.kernels.paged.layout import FP8, BlockTable, PagedLayer, take
+from comb.files import write_whole
+from comb.kernels.paged.attention import FP8, BlockTable, PagedLayer, take
 from comb_serving.pool.capability import PoolHandle
 from comb_serving.pool.memory import MEMORIES, HostMemory
 

@@ -19,7 +19,7 @@ from vllm.model_executor.layers.linear import ColumnParallelLinear, RowParallelL
 from vllm.model_executor.model_loader.weight_utils import default_weight_loader
 from vllm.utils.torch_utils import direct_register_custom_op
 
-from comb.kernels.paged.attention import attend
+from comb.kernels.dispatch import attend
 from comb.model.config import CombEncoderConfig
 from comb_serving.vllm import OP
 from comb_serving.vllm.rows import RequestDocuments
@@ -60,15 +60,6 @@ class GatedActivation(nn.Module):
         return out
 
 
-def gated_activation(name: str) -> nn.Module:
-    """vLLM's fused activation of that name, else transformers'. Raises KeyError for one that neither has."""
-    try:
-        found: nn.Module = get_act_and_mul_fn(name)
-    except ValueError:
-        return GatedActivation(name)
-    return found
-
-
 class ParallelCrossAttention(nn.Module):
     """`comb.model.cross_attention.CrossAttention`, its heads divided over the tensor-parallel ranks."""
 
@@ -99,7 +90,11 @@ class ParallelMLP(nn.Module):
             hidden, 2 * width, bias=bias, return_bias=False, prefix=f"{prefix}.gate_up_proj"
         )
         self.down_proj = OwnRowLinear(width, hidden, bias=bias, return_bias=False, prefix=f"{prefix}.down_proj")
-        self.act_fn = gated_activation(config.hidden_act)
+        self.act_fn: nn.Module
+        try:
+            self.act_fn = get_act_and_mul_fn(config.hidden_act)
+        except ValueError:  # vLLM has no kernel for it
+            self.act_fn = GatedActivation(config.hidden_act)
 
     def forward(self, x: Tensor) -> Tensor:
         """[tokens, hidden] -> the same shape."""

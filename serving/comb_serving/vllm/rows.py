@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from comb.kernels.paged.layout import BlockTable, PagedBatch
+from comb.kernels.paged.attention import BlockTable, PagedBatch
 from comb.kernels.paged.plan import to_device
 from comb.waits import on_device
 from comb_serving.pool.capability import Capability, unpack
