@@ -23,7 +23,7 @@ from comb.backbones.discovery import ATTENTION_NAMES, find_child, inspect_backbo
 from comb.documents.datasets import read_dataset
 from comb.documents.document import Prompt, PromptBuilder
 from comb.evaluation.table import FittedTable
-from comb.model.segments import padded_batches
+from comb.model.encoder import padded_batches
 
 MEASURABLE = ("full", "sliding", "both")
 """Kinds of layers (`BackboneInfo.layer_kinds`) with an attention that documents can be hidden from."""

@@ -79,11 +79,14 @@ def attend(
     """
     if implementation == "flex_attention":  # takes block masks only; sdpa gives the same result
         implementation = "sdpa"
-    mask = None
-    if key_mask is not None:
-        mask = key_mask[:, None, None, :]
-    if implementation in (None, "eager"):
-        mask = _additive(mask, query, causal)
+    mask = None if key_mask is None else key_mask[:, None, None, :]
+    if implementation in (None, "eager"):  # adds its mask to the scores, and knows nothing of `is_causal`
+        if causal:
+            count = query.shape[2]
+            visible = torch.ones(count, count, dtype=torch.bool, device=query.device).tril()[None, None]
+            mask = visible if mask is None else mask & visible
+        if mask is not None:
+            mask = torch.zeros_like(mask, dtype=query.dtype).masked_fill(~mask, torch.finfo(query.dtype).min)
     function: Callable[..., Any] = ALL_ATTENTION_FUNCTIONS.get_interface(
         implementation or "eager", eager_attention_forward
     )
@@ -98,15 +101,3 @@ def attend(
     )
     result: Tensor = output.to(given)
     return result
-
-
-def _additive(mask: Tensor | None, query: Tensor, causal: bool) -> Tensor | None:
-    """The eager function adds its mask to the scores, and knows nothing of `is_causal`."""
-    lowest = torch.finfo(query.dtype).min
-    if causal:
-        count = query.shape[2]
-        visible = torch.ones(count, count, dtype=torch.bool, device=query.device).tril()[None, None]
-        mask = visible if mask is None else mask & visible
-    if mask is None:
-        return None
-    return torch.zeros(mask.shape, dtype=query.dtype, device=query.device).masked_fill(~mask, lowest)

@@ -68,7 +68,36 @@ def convert_release(source: str | Path, target: str | Path, *, backbone_name: st
     release = _read_config(source)
     check_files(source)
     with named(source), explained(source):
-        model, backbone = _models(source, release, backbone_name)
+        # without the index: what is missing is named when it is loaded
+        files = sorted(source.glob("model*.safetensors"))
+        if not files:
+            raise ValueError(f"{source} has no model*.safetensors")
+        adapter, weights = split_weights({name: tensor for file in files for name, tensor in load_file(file).items()})
+        positions = list(release["cross_attention_layers"])
+        if positions != sorted(set(positions)):
+            raise ValueError(
+                f"cross_attention_layers {positions} don't ascend; which weights belong where isn't certain"
+            )
+        backbone = _build_backbone(release, weights, len(positions))
+        config = CombConfig(
+            backbone_name_or_path=backbone_name or "./backbone",  # relative to the adapter's folder
+            backbone_config=AutoConfig.for_model(**backbone.config.to_dict()),
+            backbone_fingerprint=fingerprint(backbone),
+            encoder_config=_encoder_config(backbone.config, adapter),
+            cross_attention_layers=positions,
+        )
+        model = CombForCausalLM(config, backbone)
+        own = {name for name in model.state_dict() if not name.startswith("backbone.")}
+        if own != adapter.keys():
+            raise ValueError(
+                f"the adapter's weights don't fit: missing {sorted(own - adapter.keys())[:3]}, "
+                f"unexpected {sorted(adapter.keys() - own)[:3]}"
+            )
+        dtype = load_adapter(model, adapter, source)
+        for part in (model.encoder, model.cross_blocks):
+            part.to(dtype)
+        check_finite(backbone, source)
+        model.eval()
     if (source / "generation_config.json").exists():
         model.generation_config = backbone.generation_config = GenerationConfig.from_pretrained(source)
     backbone.save_pretrained(target / "backbone")
@@ -78,34 +107,6 @@ def convert_release(source: str | Path, target: str | Path, *, backbone_name: st
             shutil.copy(file, folder)
     logger.info("wrote the adapter to %s and its backbone to %s", target, target / "backbone")
     return model
-
-
-def _models(source: Path, release: dict[str, Any], backbone_name: str | None) -> tuple[CombForCausalLM, Any]:
-    """The converted model, and its backbone."""
-    adapter, backbone_weights = split_weights(_read_weights(source))
-    positions = list(release["cross_attention_layers"])
-    if positions != sorted(set(positions)):
-        raise ValueError(f"cross_attention_layers {positions} don't ascend; which weights belong where isn't certain")
-    backbone = _build_backbone(release, backbone_weights, len(positions))
-    config = CombConfig(
-        backbone_name_or_path=backbone_name or "./backbone",  # relative to the adapter's folder
-        backbone_config=AutoConfig.for_model(**backbone.config.to_dict()),
-        backbone_fingerprint=fingerprint(backbone),
-        encoder_config=_encoder_config(backbone.config, adapter),
-        cross_attention_layers=positions,
-    )
-    model = CombForCausalLM(config, backbone)
-    own = {name for name in model.state_dict() if not name.startswith("backbone.")}
-    if own != adapter.keys():
-        raise ValueError(
-            f"the adapter's weights don't fit: missing {sorted(own - adapter.keys())[:3]}, "
-            f"unexpected {sorted(adapter.keys() - own)[:3]}"
-        )
-    dtype = load_adapter(model, adapter, source)
-    for part in (model.encoder, model.cross_blocks):
-        part.to(dtype)
-    check_finite(backbone, source)
-    return model.eval(), backbone
 
 
 def split_weights(weights: dict[str, Tensor]) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
@@ -151,14 +152,6 @@ def _read_config(source: Path) -> dict[str, Any]:
             "num_hidden_layers)"
         )
     return release
-
-
-def _read_weights(source: Path) -> dict[str, Tensor]:
-    files = sorted(source.glob("model*.safetensors"))  # without the index: what is missing is named when it is loaded
-    if not files:
-        raise ValueError(f"{source} has no model*.safetensors")
-    with explained(source):
-        return {name: tensor for file in files for name, tensor in load_file(file).items()}
 
 
 def _build_backbone(release: dict[str, Any], weights: dict[str, Tensor], num_cross: int) -> PreTrainedModel:

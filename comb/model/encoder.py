@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator, Sequence
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -13,6 +14,8 @@ from transformers.models.llama.modeling_llama import LlamaMLP, LlamaRMSNorm, rot
 
 from comb.model.attention import Lengths, attend, uses_packing
 from comb.model.config import CombEncoderConfig
+
+T = TypeVar("T")
 
 
 def rotary_frequencies(config: CombEncoderConfig) -> tuple[Tensor, float]:
@@ -192,6 +195,11 @@ class CombEncoder(nn.Module):
         rows = zip(keys.unbind(), values.unbind(), counts, strict=True)
         return [(key[:, :count], value[:, :count]) for key, value, count in rows]
 
+    @property
+    def dtype(self) -> torch.dtype:
+        """The dtype of the encoder's parameters."""
+        return next(self.parameters()).dtype
+
     def forward(self, embeddings: list[Tensor]) -> tuple[Tensor, Tensor]:
         """Keys and values of a batch of segments, padded or (flash attention) packed in one row.
 
@@ -215,21 +223,35 @@ class CombEncoder(nn.Module):
             positions = torch.arange(lengths.longest, device=device)[None]
             # behind a causal mask no token sees the padding on its right
             mask = {"key_mask": None if self.config.causal else lengths.mask(device)}
-        outputs = self._run(hidden.to(self.dtype), positions, mask)
-        heads = zip(self.key_value_heads, self.sources, strict=True)
-        pairs = [head(outputs[source]) for head, source in heads]
-        keys, values = (torch.stack(tensors, dim=1) for tensors in zip(*pairs, strict=True))
-        return keys, values
-
-    @property
-    def dtype(self) -> torch.dtype:
-        """The dtype of the encoder's parameters."""
-        return next(self.parameters()).dtype
-
-    def _run(self, hidden: Tensor, positions: Tensor, mask: dict[str, Any]) -> list[Tensor]:
-        rotary = self.rotary(positions)
-        outputs = []
+        hidden, rotary, outputs = hidden.to(self.dtype), self.rotary(positions), []
         for layer in self.layers:
             hidden = layer(hidden, rotary, **mask)
             outputs.append(hidden)
-        return outputs
+        pairs = [head(outputs[source]) for head, source in zip(self.key_value_heads, self.sources, strict=True)]
+        keys, values = (torch.stack(tensors, dim=1) for tensors in zip(*pairs, strict=True))
+        return keys, values
+
+
+def padded_batches(rows: Sequence[T], budget: int, length: Callable[[T], int] = len) -> Iterator[list[T]]:  # type: ignore[assignment]  # of segments
+    """Runs of segments, or other rows with a length (sorted by it), whose padded size stays under `budget` tokens."""
+    batch: list[T] = []
+    for row in rows:
+        if batch and (len(batch) + 1) * length(row) > budget:
+            yield batch
+            batch = []
+        batch.append(row)
+    if batch:
+        yield batch
+
+
+def equal_parts(segments: list[tuple[int, ...]], parts: int) -> list[list[tuple[int, ...]]]:
+    """Segments (sorted by length) in so many runs of about as many tokens each, none empty."""
+    cuts: list[int] = []
+    total, done = sum(map(len, segments)), 0
+    for place, segment in enumerate(segments):
+        left = parts - 1 - len(cuts)
+        # cut where a share of the tokens is full, and in time for the rest to be one each
+        if place and left and (done >= total * (len(cuts) + 1) / parts or len(segments) - place == left):
+            cuts.append(place)
+        done += len(segment)
+    return [segments[start:end] for start, end in zip([0, *cuts], [*cuts, len(segments)], strict=True)]

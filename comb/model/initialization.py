@@ -55,7 +55,13 @@ def read_layer(layer: nn.Module, info: BackboneInfo, config: Any) -> LayerParts:
     if attention is not None and not info.latent_attention:
         _read_attention(parts, attention, info)
     if mlp is not None:
-        _read_mlp(parts, mlp)
+        gate, up, down = (_tensor(mlp, f"{name}.weight") for name in ("gate_proj", "up_proj", "down_proj"))
+        fused = _tensor(mlp, "gate_up_proj.weight")
+        if fused is not None and fused.ndim == 2:
+            gate, up = fused.chunk(2)
+        for name, tensor in (("gate_proj", gate), ("up_proj", up), ("down_proj", down)):
+            if tensor is not None and tensor.ndim == 2:
+                parts.weights[f"mlp.{name}.weight"] = tensor
     _read_norms(parts, layer, info)
     multiplier = getattr(layer, "residual_multiplier", None) or getattr(config, "residual_multiplier", None)
     if multiplier is not None and multiplier != 1.0:
@@ -91,29 +97,13 @@ def _read_attention(parts: LayerParts, attention: nn.Module, info: BackboneInfo)
         if scale is not None:
             parts.qk_norm = "head" if len(scale) == head_dim else "flat"
             weights[f"self_attn.{ours}.weight"] = scale
-    _fold_softmax_scale(parts, float(getattr(attention, "scaling", head_dim**-0.5)) * math.sqrt(head_dim))
-
-
-def _fold_softmax_scale(parts: LayerParts, factor: float) -> None:
-    """Moves a softmax scale other than 1/sqrt(head_dim) (Granite, Gemma) into whatever sets the queries' size."""
-    if abs(factor - 1.0) < 1e-6:
-        return
-    names = ["self_attn.q_norm.weight"] if parts.qk_norm != "none" else [
-        "self_attn.q_proj.weight", "self_attn.q_proj.bias"]  # fmt: skip
-    for name in names:
-        if name in parts.weights:
-            parts.weights[name] = parts.weights[name].float() * factor
-
-
-def _read_mlp(parts: LayerParts, mlp: nn.Module) -> None:
-    gate, up = _tensor(mlp, "gate_proj.weight"), _tensor(mlp, "up_proj.weight")
-    fused = _tensor(mlp, "gate_up_proj.weight")
-    if fused is not None and fused.ndim == 2:
-        gate, up = fused.chunk(2)
-    down = _tensor(mlp, "down_proj.weight")
-    for name, tensor in (("gate_proj", gate), ("up_proj", up), ("down_proj", down)):
-        if tensor is not None and tensor.ndim == 2:
-            parts.weights[f"mlp.{name}.weight"] = tensor
+    factor = float(getattr(attention, "scaling", head_dim**-0.5)) * math.sqrt(head_dim)
+    if abs(factor - 1.0) > 1e-6:
+        # a softmax scale other than 1/sqrt(head_dim) (Granite, Gemma) goes into whatever sets the queries' size
+        sizes = ("q_proj.weight", "q_proj.bias") if parts.qk_norm == "none" else ("q_norm.weight",)
+        for name in (f"self_attn.{size}" for size in sizes):
+            if name in weights:
+                weights[name] = weights[name].float() * factor
 
 
 def _read_norms(parts: LayerParts, layer: nn.Module, info: BackboneInfo) -> None:
@@ -298,19 +288,12 @@ def _start_cross_block(block: CrossBlock, head: KeyValueHead, part: LayerParts, 
     elif part.has("self_attn.q_proj.weight", "self_attn.k_proj.weight"):
         # cross-attention that normalises where the layer doesn't: its norms take over the projections' size
         for norm, name in ((block.cross_attn.q_norm, "q_proj"), (head.k_norm, "k_proj")):
-            norm.weight.copy_(_output_rms(part, name, info.head_dim))
+            weight, scale = part.weights[f"self_attn.{name}.weight"].float(), part.weights.get("input_layernorm.weight")
+            if scale is not None and len(scale) == weight.shape[1]:
+                weight = weight * scale
+            # inputs of unit variance per channel: E[y_j^2] = sum_i (W_ji w_i)^2 + b_j^2, averaged over all channels
+            variance = weight.pow(2).sum(1)
+            if (bias := part.weights.get(f"self_attn.{name}.bias")) is not None:
+                variance = variance + bias.float().pow(2)
+            norm.weight.copy_(variance.mean().sqrt().expand(info.head_dim))
     return len(copied)
-
-
-def _output_rms(part: LayerParts, name: str, head_dim: int) -> Tensor:
-    """Expected size of a projection's output behind the layer's input norm, averaged over all heads and channels.
-
-    For inputs of unit variance per channel, E[y_j^2] = sum_i (W_ji w_i)^2 + b_j^2. [head_dim]
-    """
-    weight = part.weights[f"self_attn.{name}.weight"]
-    scale = part.weights.get("input_layernorm.weight")
-    weight = weight.float()
-    variance = ((weight * scale) if scale is not None and len(scale) == weight.shape[1] else weight).pow(2).sum(1)
-    if (bias := part.weights.get(f"self_attn.{name}.bias")) is not None:
-        variance = variance + bias.float().pow(2)
-    return variance.mean().sqrt().expand(head_dim)

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import functools
 import hashlib
+import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from contextvars import ContextVar
 from dataclasses import fields
-from typing import Any, ClassVar
+from pathlib import Path
+from typing import Any, ClassVar, Self
 
 import torch
 from torch import Tensor, nn
@@ -24,20 +26,19 @@ from comb.backbones.adapter import backbone_fingerprint
 from comb.backbones.discovery import BackboneInfo, inspect_backbone
 from comb.backbones.identity import bit_sums, identity_of, settings_of
 from comb.cache.picache import CrossPICache
-from comb.model.config import CombConfig, CombEncoderConfig
+from comb.model.adapter import AdapterModel, device_of, floating, frozen_backbone, of_backbone
+from comb.model.config import CombConfig, CombEncoderConfig, spread_cross_layers
 from comb.model.cross_attention import CrossBlock, KeyValues, LayerHooks, LinkedDocuments
-from comb.model.encoder import CombEncoder
-from comb.model.pretrained import CombPreTrainedModel
-from comb.model.segments import (
-    Documents,
-    Segment,
-    check_rows,
-    checked_rows,
-    equal_parts,
-    padded_batches,
-    token_ids_of,
-)
+from comb.model.encoder import CombEncoder, equal_parts, padded_batches
+from comb.model.initialization import encoder_config_for, initialize_from_backbone, initialize_random
 from comb.waits import on_device
+
+Segment = Sequence[int] | Tensor
+Documents = Sequence[Sequence[CrossPICache | Segment]]
+
+INITIALIZATIONS = ("backbone", "first", "random")
+DEFAULT_LAYERS = 8
+"""Of an encoder, and cross blocks (COMB sec. 6)."""
 
 ENCODE_BATCH_TOKENS = 16_384
 
@@ -46,13 +47,7 @@ _linked: ContextVar[tuple[tuple[Any, LinkedDocuments], ...]] = ContextVar("comb_
 _disabled: ContextVar[tuple[Any, ...]] = ContextVar("comb_disabled", default=())
 
 
-_COMPILED = (
-    "torch.compile on the whole model ignores hooks that come later: set "
-    "torch._dynamo.config.skip_nnmodule_hook_guards = False before compiling, or compile the decoder layers one by one"
-)
-
-
-class CombForCausalLM(CombPreTrainedModel, GenerationMixin):
+class CombForCausalLM(AdapterModel, GenerationMixin):
     """COMB: documents are encoded once, alone; the frozen backbone reads them through gated cross blocks.
 
     Without documents, or with the encoder disabled, it is the plain backbone, bit for bit: cross blocks hang on
@@ -63,6 +58,7 @@ class CombForCausalLM(CombPreTrainedModel, GenerationMixin):
         backbone: a loaded causal language model; made from `config.backbone_config` with random weights if None.
     """
 
+    config_class = CombConfig
     supports_gradient_checkpointing = True
     _no_split_modules: ClassVar[list[str]] = ["EncoderLayer", "CrossBlock"]
 
@@ -89,6 +85,96 @@ class CombForCausalLM(CombPreTrainedModel, GenerationMixin):
         self.agree_on_passes: Callable[[int, int], int] | None = None
         """``agree(passes wanted, most possible) -> passes`` of the encoder per training batch, for runs whose ranks
         must call the same modules (ZeRO-3 gathers weights at each call); None: as many as suit this rank."""
+
+    @classmethod
+    def from_backbone(
+        cls,
+        name_or_model: str | Path | PreTrainedModel,
+        *,
+        num_encoder_layers: int | None = None,
+        cross_attention_layers: Sequence[int] | None = None,
+        encoder_causal: bool = False,
+        max_document_tokens: int | None = None,
+        initialization: str = "backbone",
+        gate: float = 0.0,
+        adapter_dtype: torch.dtype | None = None,
+        revision: str | None = None,
+        **loading: Any,
+    ) -> Self:
+        """A fresh adapter on a backbone.
+
+        Encoder and cross blocks start from the backbone's own layers, the gates closed: until it is trained, it answers
+        as the plain backbone does.
+
+        Args:
+            name_or_model: Hub id, folder or registered name of a causal language model, or a loaded one.
+            num_encoder_layers: depth of the encoder, 8 by default.
+            cross_attention_layers: backbone layers with a cross block in front of them; by default as many as the
+                encoder has layers, evenly spaced.
+            encoder_causal: a causal mask inside the encoder instead of a bidirectional one.
+            max_document_tokens: longest document; the backbone's context length by default.
+            initialization: ``backbone`` starts encoder and blocks from the backbone's layers, evenly spaced ones;
+                ``first`` from its first ones, and each block reads the encoder layer as deep as its own, or the last: a
+                causal encoder then gives the blocks up to its depth what the backbone itself has of a document alone;
+                ``random`` from none.
+            gate: how far the gates of cross attention are open at the start, 0 <= gate < 1.
+            adapter_dtype: dtype of encoder and blocks; the backbone's by default.
+            revision, loading: passed to `AutoModelForCausalLM.from_pretrained`.
+
+        Raises:
+            UnsupportedBackboneError: if no encoder can be attached to this model.
+            ValueError: for options that make no sense, or loading options beside a loaded model.
+        """
+        if initialization not in INITIALIZATIONS:
+            raise ValueError(f"initialization is {' or '.join(map(repr, INITIALIZATIONS))}, not {initialization!r}")
+        for name, value in (("num_encoder_layers", num_encoder_layers), ("max_document_tokens", max_document_tokens)):
+            if value is not None and value < 1:
+                raise ValueError(f"{name} must be at least 1, got {value}")
+        backbone = frozen_backbone(name_or_model, revision=revision, **loading)
+        info = inspect_backbone(backbone)
+        if not 0 <= gate < 1:
+            raise ValueError(f"gate is a share, 0 <= gate < 1, not {gate}")
+        num_encoder_layers = num_encoder_layers or DEFAULT_LAYERS
+        if cross_attention_layers is None:
+            cross_attention_layers = spread_cross_layers(info.num_layers, min(num_encoder_layers, info.num_layers))
+        layers = sorted(int(layer) for layer in cross_attention_layers)
+        config = CombConfig(
+            **of_backbone(name_or_model, backbone, revision),
+            encoder_config=encoder_config_for(
+                backbone,
+                info,
+                num_layers=num_encoder_layers,
+                causal=encoder_causal,
+                max_document_tokens=max_document_tokens,
+                plain=initialization == "random",
+            ),
+            cross_attention_layers=layers,
+            cross_encoder_layers=(
+                [max(0, min(layer, num_encoder_layers) - 1) for layer in layers] if initialization == "first" else None
+            ),
+            embedding_scale=info.embedding_scale,
+        )
+        # where it will be: a CPU draws the 3.5 B parameters of an 8B model's adapter for minutes
+        with device_of(backbone.get_input_embeddings()):
+            model = cls(config, backbone)
+        std = float(getattr(backbone.config.get_text_config(), "initializer_range", None) or 0.02)
+        initialize_random((model.encoder, model.cross_blocks), std=std, depth=num_encoder_layers)
+        if initialization != "random":
+            initialize_from_backbone(
+                model.encoder, model.cross_blocks, layers, backbone, info, first=initialization == "first"
+            )
+        for block in model.cross_blocks:
+            nn.init.constant_(block.attention_gate, math.atanh(gate))  # type: ignore[arg-type]  # a parameter
+        model._place(adapter_dtype or floating(backbone.dtype)).eval()
+        return model
+
+    def _place(self, dtype: torch.dtype) -> Self:
+        """Moves each part of the adapter to where the backbone needs it, in `dtype`."""
+        self.encoder.to(device=device_of(self.backbone.get_input_embeddings()), dtype=dtype)
+        layers = self.backbone.get_submodule(self.info.layers_path)
+        for index, block in zip(self.config.cross_attention_layers, self.cross_blocks, strict=True):
+            block.to(device=device_of(layers[index]), dtype=dtype)
+        return self
 
     # --- compile -------------------------------------------------------------------------------------------
 
@@ -122,18 +208,26 @@ class CombForCausalLM(CombPreTrainedModel, GenerationMixin):
         """Keys and values per segment; the same segment twice is encoded once."""
         unique = sorted(set(segments), key=len)
         for segment in unique:
-            self._check_segment(segment)
+            if not segment:
+                raise ValueError("empty document: it has no tokens")
+            if len(segment) > self.max_document_tokens:
+                raise ValueError(
+                    f"a document of {len(segment)} tokens is longer than the encoder's {self.max_document_tokens}: "
+                    "split it into several documents"
+                )
+            unknown = next((token for token in segment if not 0 <= token < self.info.vocab_size), None)
+            if unknown is not None:
+                raise ValueError(
+                    f"a document holds token id {unknown}, the backbone's are 0 to {self.info.vocab_size - 1}: "
+                    "it was tokenised for another model"
+                )
         encoded: dict[tuple[int, ...], KeyValues] = {}
         batches = list(padded_batches(unique, ENCODE_BATCH_TOKENS))
         if self.agree_on_passes is not None and torch.is_grad_enabled():
             batches = equal_parts(unique, self.agree_on_passes(len(batches), len(unique)))
         for batch in batches:
-            encoded.update(zip(batch, self.encode_batch(batch), strict=True))
+            encoded.update(zip(batch, self.encoder.encode(self._embed(batch)), strict=True))
         return [encoded[segment] for segment in segments]
-
-    def encode_batch(self, segments: list[tuple[int, ...]]) -> list[KeyValues]:
-        """Keys and values per segment, all in one pass; with gradients where they are enabled."""
-        return self.encoder.encode(self._embed(segments))
 
     def _embed(self, segments: list[tuple[int, ...]]) -> list[Tensor]:
         """[tokens, hidden] per segment, from one look into the table."""
@@ -143,21 +237,6 @@ class CombForCausalLM(CombPreTrainedModel, GenerationMixin):
         if self.config.embedding_scale != 1.0:
             embedded = embedded * self.config.embedding_scale
         return list(embedded.split([len(segment) for segment in segments]))
-
-    def _check_segment(self, segment: tuple[int, ...]) -> None:
-        if not segment:
-            raise ValueError("empty document: it has no tokens")
-        if len(segment) > self.max_document_tokens:
-            raise ValueError(
-                f"a document of {len(segment)} tokens is longer than the encoder's {self.max_document_tokens}: "
-                "split it into several documents"
-            )
-        unknown = next((token for token in segment if not 0 <= token < self.info.vocab_size), None)
-        if unknown is not None:
-            raise ValueError(
-                f"a document holds token id {unknown}, the backbone's are 0 to {self.info.vocab_size - 1}: "
-                "it was tokenised for another model"
-            )
 
     # --- link ----------------------------------------------------------------------------------------------
 
@@ -177,16 +256,21 @@ class CombForCausalLM(CombPreTrainedModel, GenerationMixin):
             return
         if not self.encoder_enabled:
             raise ValueError("documents were given while the encoder is disabled; put them into the prompt as text")
-        link = LinkedDocuments(self._key_values(rows), self.config._attn_implementation)
-        with _Attached(self, link):
-            yield link
-
-    def _key_values(self, rows: list[list[CrossPICache | Segment]]) -> list[list[KeyValues]]:
         segments = [token_ids_of(item) for row in rows for item in row if not isinstance(item, CrossPICache)]
         encoded = iter(self._encode(segments))
-        return [
-            [self._checked(item) if isinstance(item, CrossPICache) else next(encoded) for item in row] for row in rows
-        ]
+        device = self.device
+        key_values: list[list[KeyValues]] = []
+        for row in rows:
+            key_values.append([])
+            for item in row:
+                if isinstance(item, CrossPICache):
+                    self.check_picache(item)
+                    key_values[-1].append((item.keys.to(device), item.values.to(device)))
+                else:
+                    key_values[-1].append(next(encoded))
+        link = LinkedDocuments(key_values, self.config._attn_implementation)
+        with _Attached(self, link):
+            yield link
 
     def check_picache(self, picache: CrossPICache) -> None:
         """Raises ValueError if a PICache was compiled by other weights than this model's."""
@@ -195,11 +279,6 @@ class CombForCausalLM(CombPreTrainedModel, GenerationMixin):
                 f"this PICache was compiled by another model or adapter ({picache.fingerprint}; this one is "
                 f"{self.fingerprint}): compile the document again"
             )
-
-    def _checked(self, picache: CrossPICache) -> KeyValues:
-        self.check_picache(picache)
-        device = self.device
-        return picache.keys.to(device), picache.values.to(device)
 
     def _current_link(self) -> LinkedDocuments | None:
         return next((link for model, link in reversed(_linked.get()) if model is self), None)
@@ -333,6 +412,40 @@ class CombForCausalLM(CombPreTrainedModel, GenerationMixin):
         return digest.hexdigest()[:16]
 
 
+def checked_rows(documents: Documents | None) -> list[list[CrossPICache | Segment]]:
+    """Checks the nesting of `documents`: a list per row, of PICaches or token ids."""
+    if documents is None:
+        return []
+    wanted = "documents takes one list per row, each of PICaches (from model.encode) or of token-id lists"
+    if isinstance(documents, CrossPICache | str | Tensor):
+        raise ValueError(f"{wanted}; got a single {type(documents).__name__}: write documents=[[...]]")
+    for row in documents:
+        if not isinstance(row, list | tuple):
+            raise ValueError(f"{wanted}; got a row that is a {type(row).__name__}: write documents=[[...]]")
+    return [list(row) for row in documents]
+
+
+def check_rows(documents: Documents | None, *inputs: Tensor | None) -> None:
+    """Raises ValueError if there aren't as many lists of documents as rows in the first of `inputs` that is given."""
+    given = next((tensor for tensor in inputs if tensor is not None), None)
+    if documents is not None and given is not None and len(checked_rows(documents)) != given.shape[0]:
+        raise ValueError(
+            f"documents has {len(documents)} lists for {given.shape[0]} rows of input_ids: "
+            "give one list (possibly empty) per row"
+        )
+
+
+def token_ids_of(segment: Segment) -> tuple[int, ...]:
+    """Token ids as a tuple. Raises ValueError for anything but a flat sequence of integers."""
+    ids: Any = segment.tolist() if isinstance(segment, Tensor) else segment
+    if isinstance(ids, str) or not isinstance(ids, Sequence) or not all(isinstance(token, int) for token in ids):
+        raise ValueError(
+            f"a segment is a flat list of token ids, not {type(segment).__name__} {str(segment)[:40]!r}: tokenise "
+            "text first, or use PICEngine"
+        )
+    return tuple(ids)
+
+
 class _Attached:
     """Documents linked to a model for this thread, its hooks on the layers. May be entered again and again."""
 
@@ -354,7 +467,11 @@ class _Attached:
 def _check_read(link: LinkedDocuments) -> None:
     """Raises RuntimeError if nothing read the documents since the last check: never an answer without its document."""
     if not link.was_read:
-        raise RuntimeError(f"the backbone ran without its cross blocks, so the documents were not read; {_COMPILED}")
+        raise RuntimeError(
+            "the backbone ran without its cross blocks, so the documents were not read; torch.compile on the whole "
+            "model ignores hooks that come later: set torch._dynamo.config.skip_nnmodule_hook_guards = False before "
+            "compiling, or compile the decoder layers one by one"
+        )
     link.was_read = False
 
 

@@ -34,7 +34,10 @@ class ModelSource:
     device: str = ""
 
     def __post_init__(self) -> None:
-        plain = {key: _plain(value) for key, value in self.options.items()}
+        plain = dict(self.options)
+        for key, value in plain.items():
+            if isinstance(value, torch.dtype | torch.device | Path):
+                plain[key] = str(value) if isinstance(value, Path) else str(value).removeprefix("torch.")
         try:
             json.dumps(plain)
         except TypeError as error:
@@ -72,12 +75,6 @@ class ModelSource:
             options["backbone"] = resolve_name(backbone)
         model = load_model(folder, **options)
         return (model.to(self.device) if self.device else model).eval()
-
-
-def _plain(value: Any) -> Any:
-    if isinstance(value, torch.dtype | torch.device):
-        return str(value).removeprefix("torch.")
-    return str(value) if isinstance(value, Path) else value
 
 
 def named_device(name: str, option: str = "--device") -> str:

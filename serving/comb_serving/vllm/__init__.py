@@ -13,7 +13,7 @@ def register() -> None:
     """Makes comb checkpoints and their architectures known to vLLM; calling it again changes nothing."""
     import vllm
 
-    from comb_serving.vllm.versions import check_version
+    from comb_serving.vllm.versions import check_version, cut_graphs_at
 
     check_version(vllm.__version__)
 
@@ -22,7 +22,6 @@ def register() -> None:
 
     from comb_serving.vllm.checkpoint import register_parser
     from comb_serving.vllm.setup import config_hook
-    from comb_serving.vllm.vllm_private import cut_graphs_at
 
     register_parser()
     for name in list(ModelRegistry.get_supported_archs()):

@@ -5,13 +5,44 @@ vLLM asks logits processors whether they can work with a request's parameters; t
 
 from __future__ import annotations
 
+import json
+from collections.abc import Mapping
 from typing import Any
 
 from torch import Tensor
 from vllm.v1.sample.logits_processor import LogitsProcessor
 from vllm.v1.worker.gpu.sample.logits_processor.interface import LogitsProcessor as LogitsProcessorV2
 
-from comb_serving.vllm.decoder_pool import DocumentCheck
+from comb_serving.pool.capability import KEY, unpack
+from comb_serving.pool.shared_pool import PoolLayout, manifest_of
+from comb_serving.vllm.decoder_pool import capability_of, own_path
+
+
+class DocumentCheck:
+    """What vLLM asks its logits processors about each request; below is one for each of its model runners."""
+
+    @classmethod
+    def validate_params(cls, sampling_params: Any) -> None:
+        """Raises ValueError, which is status 400 over HTTP, for what no request of this instance may carry."""
+        check_arguments(sampling_params.extra_args)
+
+
+def check_arguments(extra_args: Mapping[str, Any] | None) -> None:
+    """Raises ValueError for documents that the front hasn't signed, or that this instance's pool can't have."""
+    given = extra_args or {}
+    for name in ("kv_transfer_params", "ec_transfer_params"):
+        if given.get(name):
+            raise ValueError(f"{name} is not taken: it would name caches of other requests")
+    if given.get(KEY) is None:
+        return
+    numbers = capability_of(given[KEY]).documents
+    if not numbers:
+        return
+    path = own_path()
+    if path is None or not manifest_of(path).exists():
+        raise ValueError("this instance keeps no documents: start it with `comb serve`")
+    layout = PoolLayout(**json.loads(manifest_of(path).read_text()))
+    unpack(numbers, num_blocks=layout.num_blocks, block_size=layout.block_size)
 
 
 class DocumentCheckV1(DocumentCheck, LogitsProcessor):

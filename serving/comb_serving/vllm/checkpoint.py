@@ -44,10 +44,25 @@ class CombConfigParser(HFConfigParser):
             )
         source = resolve_name(backbone_beside(config.backbone_name_or_path, model))
         read, backbone = super().parse(source, trust_remote_code, config.backbone_revision, **kwargs)
-        _check_same(config, backbone, source)
+        trained, found = config.get_text_config(), backbone.get_text_config()
+        for name in ("model_type", "hidden_size", "num_hidden_layers", "vocab_size"):
+            ours, theirs = getattr(trained, name, None), getattr(found, name, None)
+            if ours != theirs:
+                raise ValueError(
+                    f"the adapter was trained on a backbone with {name} {ours}, {source} has {theirs}: "
+                    "point backbone_name_or_path in the adapter's config.json to the backbone it belongs to"
+                )
         names = backbone.architectures or [MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[backbone.model_type]]
         backbone.architectures = [PREFIX + name for name in names]
-        setattr(backbone, ATTRIBUTE, _adapter(config, source))
+        assert isinstance(config.encoder_config, CombEncoderConfig)
+        of_adapter = {
+            "backbone": source,
+            "revision": config.backbone_revision,
+            "layers": list(config.cross_attention_layers or []),
+            "encoder": config.encoder_config.to_diff_dict(),
+            "fingerprint": config.backbone_fingerprint,
+        }
+        setattr(backbone, ATTRIBUTE, of_adapter)
         return read, backbone
 
 
@@ -67,26 +82,3 @@ def register_parser() -> None:
 def encoder_config(config: PreTrainedConfig) -> CombEncoderConfig:
     """The shape of the cross blocks, from a configuration that `CombConfigParser` made."""
     return CombEncoderConfig(**getattr(config, ATTRIBUTE)["encoder"])
-
-
-def _adapter(config: CombConfig, source: str) -> dict[str, Any]:
-    encoder = config.encoder_config
-    assert isinstance(encoder, CombEncoderConfig)
-    return {
-        "backbone": source,
-        "revision": config.backbone_revision,
-        "layers": list(config.cross_attention_layers or []),
-        "encoder": encoder.to_diff_dict(),
-        "fingerprint": config.backbone_fingerprint,
-    }
-
-
-def _check_same(config: CombConfig, backbone: PreTrainedConfig, source: str) -> None:
-    trained, found = config.get_text_config(), backbone.get_text_config()
-    for name in ("model_type", "hidden_size", "num_hidden_layers", "vocab_size"):
-        ours, theirs = getattr(trained, name, None), getattr(found, name, None)
-        if ours != theirs:
-            raise ValueError(
-                f"the adapter was trained on a backbone with {name} {ours}, {source} has {theirs}: "
-                "point backbone_name_or_path in the adapter's config.json to the backbone it belongs to"
-            )

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import json
 import os
 import shutil
-from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -15,8 +13,8 @@ import torch
 from comb.model.config import CombEncoderConfig
 from comb_serving.config.instance import read_secret
 from comb_serving.config.serve_options import INSTANCE_DIR, ServeOptions, instance_dir, parse_pool_size, pool_path
-from comb_serving.pool.capability import KEY, Capability, unpack
-from comb_serving.pool.shared_pool import PoolLayout, SharedPool, manifest_of
+from comb_serving.pool.capability import KEY, Capability
+from comb_serving.pool.shared_pool import PoolLayout, SharedPool
 
 
 def own_path(rank: int = 0) -> Path | None:
@@ -85,33 +83,6 @@ def total_bytes(size: str, device: torch.device, folder: Path, ranks: int) -> in
     else:
         memory = torch.get_device_module(device).get_device_properties(device).total_memory * ranks
     return int(float(size.removesuffix("%")) / 100 * memory)
-
-
-class DocumentCheck:
-    """What vLLM asks its logits processors about each request; `admission` has one for each of its model runners."""
-
-    @classmethod
-    def validate_params(cls, sampling_params: Any) -> None:
-        """Raises ValueError, which is status 400 over HTTP, for what no request of this instance may carry."""
-        check_arguments(sampling_params.extra_args)
-
-
-def check_arguments(extra_args: Mapping[str, Any] | None) -> None:
-    """Raises ValueError for documents that the front hasn't signed, or that this instance's pool can't have."""
-    given = extra_args or {}
-    for name in ("kv_transfer_params", "ec_transfer_params"):
-        if given.get(name):
-            raise ValueError(f"{name} is not taken: it would name caches of other requests")
-    if given.get(KEY) is None:
-        return
-    numbers = capability_of(given[KEY]).documents
-    if not numbers:
-        return
-    path = own_path()
-    if path is None or not manifest_of(path).exists():
-        raise ValueError("this instance keeps no documents: start it with `comb serve`")
-    layout = PoolLayout(**json.loads(manifest_of(path).read_text()))
-    unpack(numbers, num_blocks=layout.num_blocks, block_size=layout.block_size)
 
 
 def token_of(request: Any) -> Any:

@@ -67,8 +67,15 @@ class CombMixin(ModelClass):
 
         def of_backbone() -> Iterator[tuple[str, Tensor]]:
             for name, tensor in weights:
-                if not name.startswith(BACKBONE):
-                    self._load_adapter(name, tensor, missing)
+                if name in missing:
+                    if not bool(torch.isfinite(tensor).all()):
+                        raise ValueError(f"adapter weight {name} holds NaN or infinity: the checkpoint is damaged")
+                    weight, part = missing.pop(name)
+                    load_weight(weight, tensor, part)
+                    continue
+                if not name.startswith((BACKBONE, ENCODER)):
+                    raise ValueError(f"the checkpoint has a weight {name!r} that belongs to no part of this adapter")
+                if name.startswith(ENCODER):
                     continue
                 if fingerprint is not None and list(tensor.shape) == fingerprint["embedding_shape"]:
                     same.append(same_embedding(tensor, fingerprint))
@@ -82,17 +89,6 @@ class CombMixin(ModelClass):
             place = self.secondary_weights[-1].model_or_path
             raise ValueError(f"the embedding in {place} differs from the one that this adapter was trained on")
         return names | {name for name, weight in self.named_parameters() if id(weight) in ours}
-
-    def _load_adapter(self, name: str, tensor: Tensor, missing: dict[str, tuple[nn.Parameter, int | None]]) -> None:
-        """Loads a weight of the cross blocks, which is no longer missing; nothing for one of the encoder's."""
-        if name not in missing:
-            if not name.startswith(ENCODER):
-                raise ValueError(f"the checkpoint has a weight {name!r} that belongs to no part of this adapter")
-            return
-        if not bool(torch.isfinite(tensor).all()):
-            raise ValueError(f"adapter weight {name} holds NaN or infinity: the checkpoint is damaged")
-        weight, part = missing.pop(name)
-        load_weight(weight, tensor, part)
 
     def get_model_state_cls(self) -> type:
         """For vLLM's V2 model runner: the backbone's model state, which also knows documents."""

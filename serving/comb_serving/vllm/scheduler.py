@@ -55,7 +55,13 @@ class CheckedScheduler(SchedulerClass):
             self.admit(request)
         except ValueError as error:
             logger.warning("request %s is refused: %s", request.request_id, error)
-            neutralise(request)
+            # made one that computes a token over nothing that is shared
+            request.cache_salt, request.block_hashes = secrets.token_hex(16), []
+            request.update_block_hashes()
+            if request.sampling_params is not None:
+                # a copy: inside of one process several requests may have the same
+                request.sampling_params = parameters = copy.copy(request.sampling_params)
+                parameters.extra_args, parameters.min_tokens, parameters.max_tokens, request.max_tokens = None, 0, 1, 1
             self._refused = {request.request_id, *(self._refused & self.requests.keys())}
         super().add_request(request)
 
@@ -102,13 +108,3 @@ def check_request(request: Any) -> None:
         capability_of(token).check(request.request_id, request.cache_salt, request.prompt_token_ids)
     elif (request.cache_salt or "").startswith(MARK):
         raise ValueError("its documents were lost inside vLLM")
-
-
-def neutralise(request: Any) -> None:
-    """Makes a refused request one that computes a token over nothing that is shared."""
-    request.cache_salt, request.block_hashes = secrets.token_hex(16), []
-    request.update_block_hashes()
-    if request.sampling_params is not None:
-        # a copy: inside of one process several requests may have the same
-        request.sampling_params = parameters = copy.copy(request.sampling_params)
-        parameters.extra_args, parameters.min_tokens, parameters.max_tokens, request.max_tokens = None, 0, 1, 1

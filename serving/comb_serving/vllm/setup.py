@@ -59,8 +59,26 @@ def set_up(vllm_config: Any) -> None:
             "enable_cumem_allocator): such memory can't be shared with the encoder"
         )
     check_no_transfer(vllm_config)
-    check_connector(vllm_config)
-    check_graphs(vllm_config)
+    transfer, cache = vllm_config.kv_transfer_config, vllm_config.cache_config
+    name = None if transfer is None else transfer.kv_connector
+    if cache.kv_offloading_size is not None and cache.kv_offloading_backend != "native":
+        name = cache.kv_offloading_backend
+    if name is not None and name not in SALTED_CONNECTORS:
+        raise ValueError(
+            f"comb checkpoints are served without the KV connector {name}, which knows caches by their tokens "
+            f"alone and would mix documents: leave it away, or choose one of {', '.join(SALTED_CONNECTORS)}"
+        )
+    compilation = vllm_config.compilation_config
+    # graphs that aren't cut at the cross blocks would be replayed without documents
+    if not vllm_config.model_config.enforce_eager:
+        if compilation.splitting_ops is not None and f"vllm::{OP}" not in compilation.splitting_ops:
+            raise ValueError(
+                f"graphs must be cut at the cross blocks: add vllm::{OP} to splitting_ops, or leave it alone"
+            )
+        if compilation.pass_config.fuse_attn_quant:
+            raise ValueError(
+                "comb checkpoints are served without fuse_attn_quant: graphs would not be cut at cross blocks"
+            )
     v2 = bool(vllm_config.use_v2_model_runner)
     given = list(model.logits_processors or [])
     if CHECKS[v2] not in given:
@@ -76,27 +94,3 @@ def set_up(vllm_config: Any) -> None:
         parallel.worker_cls = worker
     elif parallel.worker_cls != worker:
         raise ValueError(f"comb checkpoints need their own worker, not {parallel.worker_cls}: leave worker_cls alone")
-
-
-def check_connector(vllm_config: Any) -> None:
-    """Raises ValueError for a KV connector that would take one document's cache for another's."""
-    transfer, cache = vllm_config.kv_transfer_config, vllm_config.cache_config
-    name = None if transfer is None else transfer.kv_connector
-    if cache.kv_offloading_size is not None and cache.kv_offloading_backend != "native":
-        name = cache.kv_offloading_backend
-    if name is not None and name not in SALTED_CONNECTORS:
-        raise ValueError(
-            f"comb checkpoints are served without the KV connector {name}, which knows caches by their tokens "
-            f"alone and would mix documents: leave it away, or choose one of {', '.join(SALTED_CONNECTORS)}"
-        )
-
-
-def check_graphs(vllm_config: Any) -> None:
-    """Raises ValueError for graphs that aren't cut at the cross blocks: they would be replayed without documents."""
-    compilation = vllm_config.compilation_config
-    if vllm_config.model_config.enforce_eager:
-        return
-    if compilation.splitting_ops is not None and f"vllm::{OP}" not in compilation.splitting_ops:
-        raise ValueError(f"graphs must be cut at the cross blocks: add vllm::{OP} to splitting_ops, or leave it alone")
-    if compilation.pass_config.fuse_attn_quant:
-        raise ValueError("comb checkpoints are served without fuse_attn_quant: graphs would not be cut at cross blocks")

@@ -1,9 +1,20 @@
-"""Which vLLM this plug-in was tested with, and what it needs of any."""
+"""Which vLLM this plug-in was tested with, what it needs of any, and every reach into names of vLLM's own.
+
+Those that start with an underscore, seen in vLLM 0.32:
+
+- ``CompilationConfig._attention_ops``: the ops at which compiled graphs are cut unless a user names them; there is an
+  option to replace the list (``splitting_ops``), none to add to it
+- ``vllm._custom_ops``: the module through which its layers call their operators; documents of hybrids listen there
+  (`linking.states`)
+- ``Scheduler._reserve_prefill_lookahead``: overridden in `linking.scheduler`; no other part of the scheduler asks where
+  a chunk of a prompt ends
+"""
 
 from __future__ import annotations
 
 import importlib
 import logging
+from types import ModuleType
 
 logger = logging.getLogger(__name__)
 
@@ -44,3 +55,19 @@ def check_version(version: str) -> None:
             raise ImportError(f"vLLM {version} has no {module}.{missing[0]}, which comb needs: install vLLM {tested}")
     if not is_tested(version):
         logger.warning("comb was tested with vLLM %s, this is %s: check answers before you rely on it", tested, version)
+
+
+def cut_graphs_at(op: str) -> None:
+    """Has vLLM cut its compiled graphs at `op`, as it does at attention; calling it again changes nothing."""
+    from vllm.config import CompilationConfig
+
+    if op not in CompilationConfig._attention_ops:
+        CompilationConfig._attention_ops.append(op)
+
+
+def operators() -> ModuleType:
+    """The operators that vLLM's layers call, looked up there at each call."""
+    import vllm._custom_ops
+
+    found: ModuleType = vllm._custom_ops
+    return found
