@@ -16,7 +16,7 @@ from typing import Any
 
 from comb.backbones.unpublished import public, read_private, write_private
 from comb.files import read_json
-from comb.hub.card.facts import TRAINING
+from comb.hub.facts import TRAINING
 
 PACKAGES = ("comb-pic", "transformers", "tokenizers", "safetensors", "accelerate", "vllm")
 

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import fnmatch
-import json
 import logging
 import math
 import tempfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -21,12 +21,10 @@ from transformers import PreTrainedConfig
 from comb.backbones import backbones, damage
 from comb.backbones.adapter import AdapterConfig, is_adapter
 from comb.backbones.loading import is_hub_id, load_config
-from comb.backbones.unpublished import public
 from comb.files import read_text
-from comb.hub.card.facts import RESULTS, TRAINING
-from comb.hub.card.render import Card, render
-from comb.hub.hub_errors import explained
-from comb.hub.redaction import holds_secret, known_secrets, named_secrets, redact_json
+from comb.hub.card import HUB_ERRORS, Card, reason, render
+from comb.hub.facts import RESULTS, TRAINING
+from comb.hub.redaction import clean_files, known_secrets
 
 logger = logging.getLogger(__name__)
 
@@ -38,6 +36,19 @@ PUBLISHED = (
     "tokenizer*", "special_tokens_map.json", "vocab.*", "merges.txt", "chat_template*", "added_tokens.json",
     TRAINING, RESULTS, "*.png",
 )  # fmt: skip
+
+
+class UploadFailedError(RuntimeError):
+    """The Hub refused or couldn't be reached."""
+
+
+@contextmanager
+def explained(what: str) -> Iterator[None]:
+    """Turns an error of the Hub's client into an `UploadFailedError` that begins with `what`."""
+    try:
+        yield
+    except HUB_ERRORS as error:
+        raise UploadFailedError(f"{what}: {reason(error)}") from error
 
 
 @dataclass(frozen=True)
@@ -107,15 +118,27 @@ def plan_push(folder: str | Path, repo: str, *, api: HfApi | None = None, privat
     names = {str(path.relative_to(folder)) for path in folder.rglob("*") if path.is_file()} | {CARD}
     # fnmatch's * crosses slashes; only files at the top are published
     chosen = {name for name in names if "/" not in name and any(fnmatch.fnmatch(name, p) for p in PUBLISHED)}
+    warnings, backbone = [], config.backbone_name
+    if not is_hub_id(backbone) and backbone not in backbones:
+        warnings.append(
+            f"the backbone {backbone!r} is not a Hub id: others can load this adapter only with backbone=..."
+        )
+    if "tokenizer.json" not in chosen:
+        warnings.append("there is no tokenizer.json: the backbone's tokenizer will be used")
+    if card.is_own:
+        warnings.append(f"{CARD} has no generated part and goes up as it is; without that file, one is generated")
+    if "license" not in card.header:
+        warnings.append(f"the card states no licence: write `license: ...` into the header of {CARD}")
     contents = {CARD: str(card).encode()}
     token = api.token if api is not None and isinstance(api.token, str) else None
-    found = _without_secrets(folder, chosen, contents, known_secrets(token, get_token()))
-    sizes = {name: len(contents[name]) if name in contents else (folder / name).stat().st_size for name in chosen}
+    records = {name for name in chosen if name == TRAINING or fnmatch.fnmatch(name, RESULTS)}
+    warnings += clean_files(folder, chosen, records, contents, known_secrets(token, get_token()))
     if replaces:
-        found.append(
+        warnings.append(
             f"{CARD} on the Hub has words of a person's that the folder's hasn't, and is replaced; they stay in "
             f"https://huggingface.co/{repo}/blob/{parent}/{CARD}"
         )
+    sizes = {name: len(contents[name]) if name in contents else (folder / name).stat().st_size for name in chosen}
     return PushPlan(
         folder,
         repo,
@@ -123,7 +146,7 @@ def plan_push(folder: str | Path, repo: str, *, api: HfApi | None = None, privat
         files=tuple(sorted(sizes.items())),
         left_out=tuple(sorted(names - chosen)),
         card=str(card),
-        warnings=(*_warnings(config, card, chosen), *found),
+        warnings=tuple(warnings),
         contents=contents,
         parent=parent,
     )
@@ -209,59 +232,3 @@ def _read_remote(api: HfApi, repo: str, private: bool) -> tuple[Card | None, str
             "settings, or take another name"
         )
     return None if text is None else Card.parse(text, f"{repo}/{CARD} on the Hub"), info.sha
-
-
-def _warnings(config: Any, card: Card, names: set[str]) -> tuple[str, ...]:
-    found = []
-    backbone = config.backbone_name
-    if not is_hub_id(backbone) and backbone not in backbones:
-        found.append(f"the backbone {backbone!r} is not a Hub id: others can load this adapter only with backbone=...")
-    if "tokenizer.json" not in names:
-        found.append("there is no tokenizer.json: the backbone's tokenizer will be used")
-    if card.is_own:
-        found.append(f"{CARD} has no generated part and goes up as it is; without that file, one is generated")
-    if "license" not in card.header:
-        found.append(f"the card states no licence: write `license: ...` into the header of {CARD}")
-    return tuple(found)
-
-
-def _without_secrets(folder: Path, names: set[str], contents: dict[str, bytes], secrets: frozenset[str]) -> list[str]:
-    """Takes tokens and paths out of records (into `contents`). Raises ValueError for any other file with a token."""
-    warnings = []
-    records = {name for name in names if name == TRAINING or fnmatch.fnmatch(name, RESULTS)}
-    secrets = secrets.union(*(named_secrets((folder / name).read_bytes()) for name in records))
-    for name in sorted(names):
-        data = contents[name] if name in contents else _readable(folder / name)
-        if name in records and (clean := redact_json(data, secrets)) != data:
-            contents[name] = data = clean
-            warnings.append(f"{name} goes up without the token that it holds here")
-        # what is written now has none; adapters of before have
-        if (clean := _without_paths(name, data, record=name in records)) != data:
-            contents[name] = data = clean
-            warnings.append(f"{name} goes up with the names of files and folders here in place of their paths")
-        if holds_secret(data, secrets):
-            raise ValueError(
-                f"{folder / name} holds what is or looks like a token or password: take it out (and revoke it, if "
-                "others could see it). Nothing was uploaded"
-            )
-    return warnings
-
-
-def _without_paths(name: str, data: bytes, *, record: bool) -> bytes:
-    """JSON with folders and files of this machine by their names alone."""
-    if not record and not fnmatch.fnmatch(name, "*config.json"):
-        return data
-    content = json.loads(data)
-    if record:
-        clean = public(content)
-    else:  # other values are the model's and the tokenizer's
-        clean = {key: public(value) if key.endswith(("_path", "_file")) else value for key, value in content.items()}
-    return data if clean == content else f"{json.dumps(clean, indent=2)}\n".encode()
-
-
-def _readable(path: Path) -> bytes:
-    """What of a file can hold text: all, or the header of a weights file."""
-    if path.suffix != ".safetensors":
-        return path.read_bytes()
-    with path.open("rb") as file:
-        return file.read(8 + int.from_bytes(file.read(8), "little"))

@@ -1,11 +1,15 @@
-"""Tokens and passwords in what is about to be published: found by value, by the name beside them, by their look."""
+"""What mustn't be published: tokens and passwords, by value, by the name beside them or by their look; and paths."""
 
 from __future__ import annotations
 
+import fnmatch
 import json
 import os
 import re
 from collections.abc import Iterable
+from pathlib import Path
+
+from comb.backbones.unpublished import public
 
 REMOVED = "[removed]"
 
@@ -50,3 +54,46 @@ def redact_json(data: bytes, secrets: Iterable[str] = ()) -> bytes:
     for secret in sorted({*secrets, *named_secrets(data)}, key=len, reverse=True):
         data = data.replace(json.dumps(secret)[1:-1].encode(), REMOVED.encode())
     return _LOOKS.sub(REMOVED.encode(), data)
+
+
+def clean_files(
+    folder: Path, names: set[str], records: set[str], contents: dict[str, bytes], secrets: frozenset[str]
+) -> list[str]:
+    """Takes tokens and paths out of the files that are to be published, and says of which.
+
+    Args:
+        records: those of `names` that `comb train` and `comb eval` wrote.
+        contents: of the files that go up otherwise than they are in `folder`; those that change are added.
+
+    Raises:
+        ValueError: another file than a record holds a token.
+    """
+    warnings = []
+    secrets = secrets.union(*(named_secrets((folder / name).read_bytes()) for name in records))
+    for name in sorted(names):
+        path = folder / name
+        if name in contents:
+            data = contents[name]
+        elif path.suffix == ".safetensors":  # the header is all that can hold text
+            with path.open("rb") as file:
+                data = file.read(8 + int.from_bytes(file.read(8), "little"))
+        else:
+            data = path.read_bytes()
+        if name in records and (clean := redact_json(data, secrets)) != data:
+            contents[name] = data = clean
+            warnings.append(f"{name} goes up without the token that it holds here")
+        if name in records or fnmatch.fnmatch(name, "*config.json"):
+            content = json.loads(data)
+            # of a configuration the other values are the model's and the tokenizer's
+            without = public(content) if name in records else {
+                key: public(value) if key.endswith(("_path", "_file")) else value for key, value in content.items()
+            }  # fmt: skip
+            if without != content:  # what is written now has no paths; adapters of before have
+                contents[name] = data = f"{json.dumps(without, indent=2)}\n".encode()
+                warnings.append(f"{name} goes up with the names of files and folders here in place of their paths")
+        if holds_secret(data, secrets):
+            raise ValueError(
+                f"{path} holds what is or looks like a token or password: take it out (and revoke it, if "
+                "others could see it). Nothing was uploaded"
+            )
+    return warnings

@@ -19,9 +19,8 @@ from safetensors.torch import load_file, save_file
 from comb import CombForCausalLM
 from comb.backbones.loading import is_hub_id
 from comb.cli.main import main
-from comb.hub.card.render import TEMPLATE
-from comb.hub.hub_errors import UploadFailedError
-from comb.hub.push import plan_push, push
+from comb.hub.card import TEMPLATE
+from comb.hub.push import UploadFailedError, plan_push, push
 from tests.helpers.byte_text import byte_tokenizer
 from tests.helpers.fake_hub import Failure, Hub, fake_hub
 from tests.helpers.families import open_gates, tiny
@@ -333,5 +332,5 @@ def test_a_wheel_has_the_template() -> None:
     root = Path(__file__).parents[2]
     project = tomllib.loads((root / "pyproject.toml").read_text())
     included = project["tool"]["hatch"]["build"]["targets"]["wheel"]["force-include"]
-    (source,) = (source for source, target in included.items() if target == "comb/hub/card/template.md")
+    (source,) = (source for source, target in included.items() if target == "comb/hub/template.md")
     assert (root / source).resolve() == TEMPLATE.resolve()

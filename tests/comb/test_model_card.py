@@ -14,8 +14,8 @@ from transformers import LlamaConfig
 from comb import CombForCausalLM
 from comb.backbones import backbones
 from comb.documents.datasets import hub_id
-from comb.hub.card.facts import read_evaluations
-from comb.hub.card.render import TAGS, inherited_licence
+from comb.hub.card import TAGS, inherited_licence
+from comb.hub.facts import read_evaluations
 from comb.hub.push import plan_push, refresh_card
 from comb.hub.redaction import holds_secret, redact_json
 from tests.helpers.families import open_gates, tiny

@@ -127,10 +127,8 @@ def _sets(config: Any) -> Iterator[Mapping[str, Any]]:
 
 def _command(record: Mapping[str, Any]) -> str:
     program, *arguments = map(str, record.get("argv") or ["?"])
-    arguments = public(arguments)
-    path = Path(program)
-    if program.startswith("python -m "):
-        return " ".join([program, *map(shlex.quote, arguments)])
-    # records of before have sys.argv[0], which of `python -m package.module` is the module's file
-    program = f"python -m {path.parent.name}.{path.stem}" if path.suffix == ".py" else shlex.quote(path.name)
-    return " ".join([program, *map(shlex.quote, arguments)])
+    if not program.startswith("python -m "):
+        # records of before have sys.argv[0], which of `python -m package.module` is the module's file
+        path = Path(program)
+        program = f"python -m {path.parent.name}.{path.stem}" if path.suffix == ".py" else shlex.quote(path.name)
+    return " ".join([program, *map(shlex.quote, public(arguments))])

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 
 import yaml
 from huggingface_hub import CardData, HfApi, ModelCard, ModelCardData, RepoCard
-from huggingface_hub.errors import HFValidationError
+from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError, OfflineModeIsEnabled
 from jinja2 import UndefinedError
 
 from comb.backbones import backbones
@@ -21,11 +21,10 @@ from comb.backbones.adapter import fingerprint_name
 from comb.backbones.gguf import MODELS
 from comb.backbones.loading import backbone_beside, is_hub_id, resolve_name
 from comb.backbones.unpublished import public
-from comb.hub.card.facts import RESULTS, TRAINING, eval_results, read_evaluations, read_training
-from comb.hub.hub_errors import HUB_ERRORS, reason
+from comb.hub.facts import RESULTS, TRAINING, eval_results, read_evaluations, read_training
 
 # a wheel carries the template inside the package (pyproject.toml), a source tree has it in model_cards/
-_PLACES = (Path(__file__).parent / "template.md", Path(__file__).parents[3] / "model_cards" / "template.md")
+_PLACES = (Path(__file__).parent / "template.md", Path(__file__).parents[2] / "model_cards" / "template.md")
 TEMPLATE = next((path for path in _PLACES if path.is_file()), _PLACES[0])
 
 BEGIN, END = "<!-- comb: generated, rewritten on every save -->", "<!-- comb: end of the generated part"
@@ -67,12 +66,9 @@ KNOWN = {
 
 @dataclass(frozen=True)
 class Card:
-    """A card in parts.
+    """A card in parts: the YAML header's values, and the generated `body` with the text around it.
 
-    Args:
-        header: the YAML header's values.
-        before, after: the text around the generated part; without such a part, all text is in `before`.
-        body: the generated part, None if there is none.
+    Without a generated part (None) all text is in `before`.
     """
 
     header: dict[str, Any] = field(default_factory=dict)
@@ -191,9 +187,8 @@ def _settled(person: Card, looked_up: dict[str, Any], why: str, config: Any) -> 
     stated = {key: person.header[key] for key in SETTLED if key in person.header}
     backbone = SHORT_NAMES.get(config.backbone_name, config.backbone_name)
     if "license" not in stated or person.header.get("base_model", backbone) not in (backbone, None):
-        stated = {
-            key: value for key, value in stated.items() if key not in LICENCE
-        }  # another backbone, another licence
+        # another backbone, another licence
+        stated = {key: value for key, value in stated.items() if key not in LICENCE}
     elif any(looked_up.get(key) != stated[key] for key in LICENCE if key in stated):
         why = "as this card states"
         looked_up = {key: value for key, value in looked_up.items() if key not in LICENCE}
@@ -204,21 +199,18 @@ def _looked_up(config: Any, folder: Path, api: HfApi | None) -> tuple[dict[str, 
     """The header's values for licence and languages of the backbone, empty where unknown, and where they are from."""
     found, why = inherited_licence(config.backbone_name_or_path, config.backbone_revision, folder, api=api)
     base = SHORT_NAMES.get(config.backbone_name, config.backbone_name)
-    known = KNOWN.get(base)
-    if "license" not in found and known is not None:
-        found, why = {**found, "license": known.licence}, f"that of {base}"
-    if "language" not in found and known is not None and known.languages:
-        found["language"] = list(known.languages)
+    if (known := KNOWN.get(base)) is not None:
+        if "license" not in found:
+            found, why = {**found, "license": known.licence}, f"that of {base}"
+        if "language" not in found and known.languages:
+            found["language"] = list(known.languages)
     return found, why
 
 
 def inherited_licence(
     backbone: str, revision: str | None, folder: Path, *, api: HfApi | None = None
 ) -> tuple[dict[str, Any], str]:
-    """What the card of `backbone` states, empty if that isn't known; and where it is from, or why it isn't known.
-
-    With its languages, where that card has them.
-    """
+    """What the card of `backbone` states, its languages too, empty if that isn't known; and where from, or why not."""
     name = public(backbone)
     try:
         if backbone in backbones and callable(backbones.get(backbone)):  # nothing is fetched for a card
@@ -228,9 +220,8 @@ def inherited_licence(
         if not place.is_dir():
             if not is_hub_id(backbone):
                 return {}, f"there is no backbone {name!r} to read it from"
-            card = Path(
-                (api or HfApi()).hf_hub_download(backbone, card.name, revision=revision, local_files_only=not api)
-            )
+            hub = api or HfApi()
+            card = Path(hub.hf_hub_download(backbone, card.name, revision=revision, local_files_only=not api))
         header = Card.parse(card.read_text(encoding="utf-8"), str(card)).header
     except HFValidationError:  # looks like an id, and is none: a folder that isn't there any more
         return {}, f"there is no backbone {name!r} to read it from"
@@ -240,3 +231,29 @@ def inherited_licence(
         return {}, f"the card of {name} has a header that can't be read"
     found = {key: header[key] for key in SETTLED if isinstance(header.get(key), str | list)}
     return (found, f"from the card of {name}") if "license" in found else ({}, f"the card of {name} states none")
+
+
+# what the Hub's client raises: its HTTP library's own errors (httpx or httpx2, by the client's version), and those that
+# wrap what went wrong
+HUB_ERRORS: tuple[Any, ...] = (HfHubHTTPError.__bases__[0], OSError, RuntimeError)
+_MEANING = {
+    401: "no valid token (401): set HF_TOKEN or run `hf auth login`, with a token that may write",
+    403: "the token may not write there (403): take one with write access to this owner's repositories",
+    412: "somebody else has pushed to it in the meantime (412): run the same command again, from what is there now",
+}
+
+
+def reason(error: BaseException) -> str:
+    """An error of the Hub's client in a few words, with what to do where that is known."""
+    while isinstance(error, RuntimeError | LocalEntryNotFoundError) and error.__cause__ is not None:
+        error = error.__cause__
+    if isinstance(error, OfflineModeIsEnabled):
+        return "HF_HUB_OFFLINE is set, so the Hub is not asked: unset it"
+    status = getattr(getattr(error, "response", None), "status_code", None)
+    if status in _MEANING:
+        return _MEANING[status]
+    if status is not None:
+        server = str(getattr(error, "server_message", None) or "").strip()
+        return f"the Hub answered {status}{f' ({server})' if server else ''}"
+    said = str(error).strip().splitlines()
+    return f"{type(error).__name__}{f' ({said[0]})' if said else ''}"
