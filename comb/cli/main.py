@@ -309,8 +309,7 @@ def push(
 
     from comb.backbones.adapter import AdapterConfig
     from comb.backbones.loading import load_config
-    from comb.hub.hub_errors import UploadFailedError
-    from comb.hub.push import plan_push, upload
+    from comb.hub.push import UploadFailedError, plan_push, upload
     from comb.model.weights import check_headers
 
     config = load_config(folder) if (folder / "config.json").is_file() else None

@@ -26,7 +26,7 @@ from comb.evaluation.record import environment, write_training
 from comb.evaluation.setting import AnswerRules, Setting, drop_too_long
 from comb.evaluation.summary import compared
 from comb.evaluation.table import Row
-from comb.hub.card.facts import RESULTS
+from comb.hub.facts import RESULTS
 from comb.hub.push import refresh_card
 from comb.model.adapter import floating
 from comb_training.answers import answer_prepared

@@ -19,7 +19,7 @@ from pydantic import TypeAdapter, ValidationError
 from comb.backbones.tracebacks import named
 from comb.files import read_text
 from comb.evaluation.record import read_training
-from comb.hub.card.facts import TRAINING
+from comb.hub.facts import TRAINING
 from comb_training.config.data import DataConfig, MixtureEntry, other_rows
 from comb_training.config.sections import Config, EvalConfig, ModelConfig, TrainConfig
 
