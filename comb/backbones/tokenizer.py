@@ -1,4 +1,4 @@
-"""Does this tokenizer belong to this model? Asked once, before any document is stored under wrong ids."""
+"""The tokenizer that belongs to a model, what its chat template is told, and primers as token ids."""
 
 from __future__ import annotations
 
@@ -26,8 +26,7 @@ def tokenizer_fingerprint(tokenizer: Any) -> str:
 
     Roles of special tokens don't count: `tokenizer.pad_token = tokenizer.eos_token` is no other tokenizer.
     """
-    vocabulary = sorted(tokenizer.get_vocab().items(), key=lambda item: (item[1], item[0]))
-    text = json.dumps(vocabulary)
+    text = json.dumps(sorted(tokenizer.get_vocab().items(), key=lambda item: (item[1], item[0])))
     return hashlib.sha256(text.encode("utf-8", "surrogatepass")).hexdigest()[:16]
 
 
@@ -42,10 +41,27 @@ def load_tokenizer(
         hub: `revision`, `subfolder`, `token` and the like of the checkpoint.
 
     Raises:
-        ValueError: when there is none, or as `set_template_defaults` does.
-        OSError, ImportError: a damaged one, as `comb.backbones.damage.explained` says.
+        ValueError, OSError, ImportError: there is none, or as `set_template_defaults` and `explained` do.
     """
-    tokenizer = _load(name_or_path, model, hub)
+    place, tokenizer = resolve_name(name_or_path), None
+    backbone = getattr(getattr(model, "config", None), "backbone_name_or_path", "")
+    if not Path(place).is_dir() or _has_tokenizer(place):
+        try:
+            if (folder := local_folder(place)) is not None:
+                check_settings(folder, tokenizer=True)
+            with explained(place, tokenizer=True):
+                tokenizer = AutoTokenizer.from_pretrained(place, **hub)
+        except (OSError, ValueError):
+            if not backbone or _has_tokenizer(place):  # it is damaged: another one would be a silent change
+                raise
+    if tokenizer is None and not backbone:
+        raise ValueError(
+            f"no tokenizer found in {str(name_or_path)!r}: save the model's own there with "
+            "tokenizer.save_pretrained(...)"
+        )
+    if tokenizer is None:
+        shared = {key: value for key, value in hub.items() if key in HUB_ARGUMENTS}
+        tokenizer = load_tokenizer(backbone_beside(backbone, place), revision=model.config.backbone_revision, **shared)
     if chat_template_kwargs:
         set_template_defaults(tokenizer, chat_template_kwargs)
     return tokenizer
@@ -80,27 +96,6 @@ def set_template_defaults(tokenizer: Any, arguments: Mapping[str, Any]) -> None:
     tokenizer.chat_template = named if isinstance(template, dict) else named[""]
 
 
-def _load(name_or_path: str | Path, model: Any, hub: Mapping[str, Any]) -> Any:
-    place = resolve_name(name_or_path)
-    backbone = getattr(getattr(model, "config", None), "backbone_name_or_path", "")
-    if not Path(place).is_dir() or _has_tokenizer(place):
-        try:
-            if (folder := local_folder(place)) is not None:
-                check_settings(folder, tokenizer=True)
-            with explained(place, tokenizer=True):
-                return AutoTokenizer.from_pretrained(place, **hub)
-        except (OSError, ValueError):
-            if not backbone or _has_tokenizer(place):  # it is damaged: another one would be a silent change
-                raise
-    if not backbone:
-        raise ValueError(
-            f"no tokenizer found in {str(name_or_path)!r}: save the model's own there with "
-            "tokenizer.save_pretrained(...)"
-        )
-    shared = {key: value for key, value in hub.items() if key in HUB_ARGUMENTS}
-    return _load(backbone_beside(backbone, place), None, {"revision": model.config.backbone_revision, **shared})
-
-
 def _has_tokenizer(place: str) -> bool:
     folder = local_folder(place)
     return folder is not None and any(is_tokenizer_file(path.name) for path in folder.iterdir())
@@ -125,17 +120,14 @@ def check_tokenizer(model: Any, tokenizer: Any) -> None:
     if beyond:  # Gemma 3's text models come with the image token of their multimodal siblings
         logger.warning("the model has no embedding for %s: prompts that use them will fail", ", ".join(beyond[:5]))
     recorded = getattr(model.config, "tokenizer_fingerprint", None)
-    if recorded is None:
-        return
-    found = tokenizer_fingerprint(tokenizer)
-    if found != recorded:
+    if recorded is not None and (found := tokenizer_fingerprint(tokenizer)) != recorded:
         raise ValueError(
             f"the tokenizer is not the one this checkpoint was trained with (fingerprint {found}, expected "
             f"{recorded}): load the one from the checkpoint's folder"
         )
 
 
-# --- the passage that documents are compiled behind, as token ids ---
+# --- primers: the passage that documents are compiled behind, as token ids -----------------------------------
 
 Primer = bool | str | Sequence[int]
 """True: `PASSAGE`; the path of a text file; token ids; False: nothing."""
@@ -162,30 +154,25 @@ def primer_ids(primer: Primer, tokenizer: Any, most: int | None = None) -> list[
     """
     if not isinstance(primer, bool | Sequence):
         raise ValueError(f"primer is true, a text file to compile documents behind, or token ids, got {primer!r}")
-    if isinstance(primer, bool):
-        text = PASSAGE if primer else ""
-    elif isinstance(primer, str):
+    if primer is False:
+        return []
+    if not isinstance(primer, str | bool):
+        return list(primer)
+    text = PASSAGE
+    if isinstance(primer, str):
         try:
             text = Path(primer).read_text(encoding="utf-8")
         except (OSError, UnicodeDecodeError) as error:
             raise ValueError(f"no text to compile documents behind: {error}") from error
         if not text.strip():
             raise ValueError(f"{primer} is empty: documents are compiled behind its text")
-    else:
-        return list(primer)
-    if not text:
-        return []
     ids: list[int] = list(tokenizer(text)["input_ids"])
     ids = ids[:-1] if ids[-1] == tokenizer.eos_token_id else ids
     return ids[:most] if primer is True else ids
 
 
 def own_tokenizer(model: Any) -> Any:
-    """The tokenizer beside a loaded model's weights.
-
-    Raises:
-        ValueError: when there is none.
-    """
+    """The tokenizer beside a loaded model's weights. Raises ValueError when there is none."""
     name = getattr(model, "name_or_path", "")
     ways = "give its token ids, or ask through a PICEngine, which has a tokenizer"
     if not name:

@@ -58,7 +58,7 @@ def recomputed_attention(model: Any, rows: ScatteredRows, masks: WindowedMasks) 
         yield
         return
     with attention(model, stand_in("sdpa")):
-        token = ANSWERING.set(way(rows, masks))
+        token = ANSWERING.set(way(rows, masks).attend)
         try:
             yield
         finally:
