@@ -20,7 +20,7 @@ from comb import CombForCausalLM
 from comb.cache.store import PICacheStore
 from comb.model.modeling import ENCODE_BATCH_TOKENS
 from comb_serving.config.serve_options import ServeOptions, pool_path
-from comb_serving.encoding.encoder_worker import EncoderWorker, batches, drop_decoder
+from comb_serving.encoding.process import EncoderWorker, batches, drop_decoder
 from comb_serving.encoding.protocol import EncodeJob, MessageError, decode_message, encode_message
 from comb_serving.encoding.supervisor import ENCODER, EncoderProcesses
 from comb_serving.manager.leases import WantedDocument

@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from comb.hybrid.families.scalar import recurrence
+from comb.hybrid.transition import ScalarTransition
 from comb_serving.linking.layout import LinkingLayout
 from comb_serving.linking.methods import LinkMethod
 from comb_serving.linking.plan import plan_interiors
@@ -21,6 +21,7 @@ from comb_serving.pool.capability import PoolHandle, pack, unpack
 from tests.helpers.linked import largest_difference
 from tests.helpers.linked_hybrid import PROMPTS, ask_hybrid, documents, error, library, tiny_model
 from tests.helpers.processes import wait_for
+from tests.helpers.recurrences import dense_of, recurrence
 from tests.helpers.served import TEXTS, logprobs, serve
 from tests.helpers.tiny_engine import TEMPLATE, make_tokenizer
 
@@ -243,12 +244,10 @@ class _Mamba:
 def test_states_are_captured_chunk_by_chunk_and_composed(tokens: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Against the loop over tokens; with an interior that is shorter than the convolution, and one that isn't."""
     pytest.importorskip("vllm")
-    from comb.hybrid.families.scalar import of_gates
-    from comb_serving.vllm.linking.commands import CaptureCommand, ComposeCommand
-    from comb_serving.vllm.linking.scans import StateLayer, state_layer
-    from comb_serving.vllm.linking.states import DocumentStates
+    from comb_serving.vllm.linking.links import CaptureCommand, ComposeCommand
+    from comb_serving.vllm.linking.states import DocumentStates, StateLayer, state_layer
 
-    monkeypatch.setattr("comb_serving.vllm.linking.scans._channels_first", lambda: False)
+    monkeypatch.setattr("comb_serving.vllm.linking.states._channels_first", lambda: False)
     mamba: Any = _Mamba()
     layer: StateLayer = state_layer("layer", mamba)
     states = DocumentStates({"layer": layer})
@@ -270,7 +269,7 @@ def test_states_are_captured_chunk_by_chunk_and_composed(tokens: int, monkeypatc
         cut = slice(start, end)
         state.copy_(recurrence(gates[cut], keys[cut], values[cut], state))
         columns.copy_(torch.cat([columns, raw[cut]])[-3:])
-        listener.heard["layer", 1] = of_gates(gates[cut])
+        listener.heard["layer", 1] = ScalarTransition(gates[cut].sum(dim=0))
         states.capture(command, memory)
     assert states.damaged(memory) == ""
     before, others = torch.randn(4, 6, 5), torch.randn(3, 7)
@@ -288,7 +287,7 @@ def test_states_are_captured_chunk_by_chunk_and_composed(tokens: int, monkeypatc
 
 def test_other_linear_layers_are_refused_by_name() -> None:
     pytest.importorskip("vllm")
-    from comb_serving.vllm.linking.scans import state_layer
+    from comb_serving.vllm.linking.states import state_layer
 
     for kind in ("MAMBA1", "SHORT_CONV", "LINEAR", "GDN_ATTN"):
         layer = SimpleNamespace(mamba_type=SimpleNamespace(name=kind))
@@ -322,8 +321,7 @@ def test_a_dense_transition_is_heard_from_vllms_scan(width: int) -> None:
     # vLLM has loaded its kernels for this CPU; those of another kind beside them (vllm._C: AVX-512) abort the process
     if not hasattr(torch.ops._C, "chunk_gated_delta_rule_cpu"):
         pytest.skip("vLLM's kernels for this CPU have no gated delta rule")
-    from comb.hybrid.families.dense import of_gates
-    from comb_serving.vllm.linking.scans import DenseLayer
+    from comb_serving.vllm.linking.states import DenseLayer
 
     torch.manual_seed(0)
     heads, tokens, half = 4, 37, torch.bfloat16
@@ -339,7 +337,7 @@ def test_a_dense_transition_is_heard_from_vllms_scan(width: int) -> None:
     layer = DenseLayer(shapes)
     parts = [layer.run_cpu(ops.chunk_gated_delta_rule_cpu, given, *cut) for cut in ((0, 17), (17, tokens), (0, tokens))]
     keys = torch.nn.functional.normalize(given["key"][0].float(), dim=-1).repeat_interleave(2, dim=1)
-    expected = of_gates(given["g"][0], given["beta"][0].float(), keys).tensor
+    expected = dense_of(given["g"][0], given["beta"][0].float(), keys).tensor
     for found in (parts[2], parts[1].after(parts[0])):
         assert (found.tensor - expected).norm() / expected.norm() < 1e-2
     assert (parts[0].after(parts[1]).tensor - expected).norm() / expected.norm() > 5e-2  # the other way
@@ -349,12 +347,10 @@ def test_a_dense_transition_is_heard_from_vllms_scan(width: int) -> None:
 def test_a_dense_transition_is_heard_from_a_scan_as_gpus_have_it() -> None:
     """Without a GPU: a plain twin of its scan, with states [V, K], and fewer value channels than key channels."""
     pytest.importorskip("vllm")
-    from comb.hybrid.families.dense import of_gates
-    from comb.hybrid.families.dense import recurrence as dense_recurrence
-    from comb_serving.vllm.linking.scans import DenseLayer
+    from comb_serving.vllm.linking.states import DenseLayer
 
     def scan(*, q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, initial_state: Tensor, **_: Any) -> Any:
-        state = dense_recurrence(g[0], beta[0], k[0], v[0], initial_state[0].transpose(-1, -2))
+        state = recurrence(g[0], k[0], v[0], initial_state[0].transpose(-1, -2), betas=beta[0])
         return q, state.transpose(-1, -2)[None]
 
     heads, tokens, keys, values = 2, 9, 6, 4
@@ -370,4 +366,4 @@ def test_a_dense_transition_is_heard_from_a_scan_as_gpus_have_it() -> None:
         "cu_seqlens": torch.tensor([0, tokens]),
     }  # fmt: skip
     found = layer.run_gpu(scan, given, 2, tokens).tensor
-    torch.testing.assert_close(found, of_gates(given["g"][0, 2:], given["beta"][0, 2:], key[0, 2:]).tensor)
+    torch.testing.assert_close(found, dense_of(given["g"][0, 2:], given["beta"][0, 2:], key[0, 2:]).tensor)

@@ -8,9 +8,8 @@ from typing import Any
 import pytest
 import torch
 
-from comb_serving.encoding.kept import kept_store
+from comb_serving.encoding.kept import KeptDocuments, kept_store
 from comb_serving.pool.capability import PoolHandle
-from comb_serving.vllm.linking.tiers import KeptDocuments
 from tests.helpers.engines import SMALL, greedy
 from tests.helpers.linked import PROMPTS, LinkedEngine, largest_difference, linked_engine, plain_llama
 from tests.helpers.processes import wait_for

@@ -14,7 +14,7 @@ import pytest
 from comb import methods
 from comb.documents.catalog import KeyedSegment
 from comb.documents.found import SegmentFinder, with_segments
-from comb_serving.encoding.loras import Loras
+from comb_serving.encoding.compiler import Loras
 from comb_training.nano import CHECKPOINT
 from tests.helpers.chunks import passage
 from tests.helpers.engines import SMALL

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from comb.cache.store import PICacheStore
-from comb_serving.vllm.linking.tiers import KeptDocuments
+from comb_serving.encoding.kept import KeptDocuments
 from tests.helpers.simulated_device import DEVICE, DeviceTensor
 
 ROWS = torch.arange(12.0).view(4, 3)

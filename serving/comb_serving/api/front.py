@@ -19,8 +19,7 @@ from comb_serving.api.preprocessor import Preprocessor, tokenizer_of
 from comb_serving.api.start_check import check_start
 from comb_serving.config.logs import configure
 from comb_serving.config.serve_options import ServeOptions, instance_dir, pool_path
-from comb_serving.encoding.compiler import EngineCompiler
-from comb_serving.encoding.loras import Loras
+from comb_serving.encoding.compiler import EngineCompiler, Loras
 from comb_serving.encoding.protocol import EncoderError, Encoders
 from comb_serving.encoding.supervisor import EncoderProcesses
 from comb_serving.linking.layout import LinkingLayout

@@ -43,7 +43,7 @@ from comb_serving.api.request_error import RequestError
 from comb_serving.api.routes import COMPLETIONS, RESPONSES
 from comb_serving.config.serve_options import ServeOptions
 from comb_serving.config.tenants import prefix_salt
-from comb_serving.encoding.loras import Loras, key_computed
+from comb_serving.encoding.compiler import Loras, key_computed
 from comb_serving.linking.methods import LinkMethod
 from comb_serving.linking.plan import Range
 from comb_serving.manager.counters import Counters

@@ -1,22 +1,24 @@
 """vLLM itself as what compiles documents of plain models: a request of its own for each, whose prompt is the document.
 
 Its answer, one token that nobody reads, says that keys and values are in the pool (`comb_serving.vllm.linking`). What
-the workers have kept beyond the pool comes back from there instead, if all of them still have it.
+the workers have kept beyond the pool comes back from there instead, if all of them still have it. Under each of vLLM's
+LoRAs a document has other keys and values, and another name.
 """
 
 from __future__ import annotations
 
 import asyncio
+import hashlib
 import logging
 import queue
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass
-from hashlib import sha256
+from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any, TypeVar
 
-from comb_serving.encoding.loras import Loras
+from comb.documents.catalog import KeyedSegment
 from comb_serving.encoding.protocol import Encoded, EncoderError, EncoderIdentity
 from comb_serving.linking.layout import LinkingLayout
 from comb_serving.linking.methods import LinkMethod
@@ -25,6 +27,68 @@ from comb_serving.pool.capability import COMPILE, KEY, Capability, PoolHandle, d
 logger = logging.getLogger(__name__)
 
 Result = TypeVar("Result")
+
+FILES = ("adapter_config.json", "adapter_model.safetensors", "adapter_model.bin", "adapter_model.pt")  # that vLLM reads
+
+
+class Loras:
+    """The LoRAs of an engine.
+
+    Args:
+        known: vLLM's `LoRARequest`s by the name that requests have for them; may grow.
+    """
+
+    def __init__(self, known: dict[str, Any] | None = None) -> None:
+        self.known: dict[str, Any] = {} if known is None else known
+        self._digests: dict[str, tuple[Any, str]] = {}
+
+    def add(self, requests: Iterable[Any]) -> None:
+        """Takes more of them."""
+        for request in requests:
+            if (before := self.known.get(request.lora_name)) is None or before.lora_path != request.lora_path:
+                self.known[request.lora_name] = request
+
+    def name_of(self, body: Mapping[str, Any]) -> str:
+        """The LoRA that a request asks for by its `model`; empty for none."""
+        model = body.get("model")
+        return model if isinstance(model, str) and model in self.known else ""
+
+    async def compiled_with(self, name: str, segments: Sequence[KeyedSegment]) -> tuple[KeyedSegment, ...]:
+        """Documents under the names that they have with a LoRA, which say what its files hold.
+
+        Raises:
+            ValueError: for one whose files can't be read.
+        """
+        if not name or not segments:
+            return tuple(segments)
+        request, digest = self._digests.get(name, (None, ""))
+        if request is not self.known[name]:
+            request = self.known[name]
+            digest = await asyncio.to_thread(_digest, request)
+            self._digests[name] = request, digest
+        return tuple(replace(segment, key=key_computed(segment.key, digest)) for segment in segments)
+
+
+def key_computed(key: str, how: str) -> str:
+    """The name of a document's tokens when they are computed in another way than `key` says."""
+    return hashlib.sha256(f"{key} {how}".encode()).hexdigest()
+
+
+def _digest(request: Any) -> str:
+    """Of the files of a LoRA."""
+    from vllm.lora.utils import get_adapter_absolute_path  # as vLLM itself finds them, on the Hub too
+
+    folder, found = Path(get_adapter_absolute_path(request.lora_path)), hashlib.sha256()
+    there = [path for name in FILES if (path := folder / name).is_file()]
+    try:
+        for path in there:
+            with path.open("rb") as file:
+                found.update(f"{path.name} {hashlib.file_digest(file, 'sha256').hexdigest()}\n".encode())
+    except OSError as error:
+        raise ValueError(f"LoRA {request.lora_name!r} can't be read: {error}") from error
+    if not there:
+        raise ValueError(f"LoRA {request.lora_name!r}: {folder} holds none of {', '.join(FILES)}")
+    return found.hexdigest()
 
 
 @dataclass(frozen=True)
@@ -63,35 +127,28 @@ class DocumentCompiler:
         layout: of the engine's pool.
         method: how documents are compiled.
         secret: of the instance.
-        keeps: whether the workers keep documents beyond the pool.
 
     Attributes:
-        kept_bytes: that they keep, by tier, as they last said.
         loras: vLLM's LoRAs.
 
     Raises:
         ValueError: for a front that leaves no room for documents.
     """
 
-    def __init__(self, layout: LinkingLayout, method: LinkMethod, secret: bytes, *, keeps: bool = False) -> None:
-        self.layout, self.method, self._secret, self._keeps = layout, method, secret, keeps
-        self.front = layout.front
+    def __init__(self, layout: LinkingLayout, method: LinkMethod, secret: bytes) -> None:
+        self.layout, self.method, self._secret, self.front = layout, method, secret, layout.front
         if len(self.front) >= layout.max_document_tokens:
             raise ValueError(
                 f"{method.name} compiles documents behind {len(self.front)} tokens, and prompts have at most "
                 f"{layout.max_document_tokens + 1}: raise --max-model-len, or choose --method legolink:16"
             )
-        self.kept_bytes: dict[str, int] = {}
         self.loras = Loras()
-
-    def _note_kept(self, ranks: Sequence[dict[str, int]]) -> None:
-        self.kept_bytes = {tier: sum(rank.get(tier, 0) for rank in ranks) for tier in ("host", "disk")}
 
     async def identity(self) -> EncoderIdentity:
         """Of vLLM's model and its pool."""
         layout, compiled = self.layout, self.method.compiled
         if self.front:  # lower tiers outlive the server, and the next one may have another front
-            compiled += f":{sha256(str(self.front).encode()).hexdigest()[:12]}"
+            compiled += f":{hashlib.sha256(str(self.front).encode()).hexdigest()[:12]}"
         longest = layout.max_document_tokens - len(self.front)
         return EncoderIdentity(layout.fingerprint, layout.dtype, longest, layout.vocab_size, compiled)
 
@@ -101,23 +158,29 @@ class DocumentCompiler:
         """One document; `request_id` is empty where the engine alone chooses it."""
         front = () if exact else self.front
         prompt = [*front, *token_ids]
-        spans = (((len(front), len(token_ids)),),)
-        more: dict[str, Any] = {"lora": lora, "head": len(prompt) if exact else 0}
-        said = Capability(request_id, key, tuple(pack([handle])), (digest(prompt),), COMPILE, spans, **more)
-        return DocumentPrompt(prompt, key, said.sign(self._secret), handle, self.loras.get(lora))
+        said = Capability(
+            request_id, key, tuple(pack([handle])), (digest(prompt),), COMPILE, (((len(front), len(token_ids)),),),
+            lora=lora, head=len(prompt) if exact else 0,
+        )  # fmt: skip
+        return DocumentPrompt(prompt, key, said.sign(self._secret), handle, self.loras.known.get(lora))
 
 
 class EngineCompiler(DocumentCompiler):
     """Beside vLLM's server: what is asked for at one time is in one batch of the engine's.
 
+    Args:
+        keeps: whether the workers keep documents beyond the pool.
+
     Attributes:
         client: vLLM's of its engine; None until the server has it.
+        kept_bytes: that the workers keep, by tier, as they last said.
     """
 
-    def __init__(self, *args: Any, **options: Any) -> None:
-        super().__init__(*args, **options)
+    def __init__(self, layout: LinkingLayout, method: LinkMethod, secret: bytes, *, keeps: bool = False) -> None:
+        super().__init__(layout, method, secret)
         self.client: Any = None
-        self._forgetting = set[asyncio.Task[None]]()
+        self.kept_bytes: dict[str, int] = {}
+        self._keeps, self._forgetting = keeps, set[asyncio.Task[None]]()
 
     def fault(self) -> str | None:
         """None: as long as vLLM answers at all, it compiles."""
@@ -131,41 +194,42 @@ class EngineCompiler(DocumentCompiler):
         states = self.client.output_processor.request_states.values()
         return not any(state.is_prefilling for state in states)
 
+    def forget(self, key: str) -> None:
+        """Has the workers delete what they keep of a document."""
+
+        async def forget() -> None:
+            try:
+                await self.client.collective_rpc("comb_forget", args=(key,))
+            except Exception as error:  # of vLLM's own; what is left on the disk is private still
+                logger.warning("document %s may be on the disk still: %s", key[:12], error)
+
+        if self._keeps and self.client is not None:
+            self._forgetting.add(task := asyncio.get_running_loop().create_task(forget()))
+            task.add_done_callback(self._forgetting.discard)
+
     def submit(
         self, key: str, token_ids: Sequence[int], handle: PoolHandle, lora: str = "", *, exact: bool = False
     ) -> asyncio.Future[Encoded]:
         """Asks for one document; a request that no longer wants it changes nothing for others that do."""
-        return asyncio.get_running_loop().create_task(
-            self._compile(self.request(key, token_ids, handle, f"comb-document-{key[:32]}", lora, exact=exact))
-        )
+        name = f"comb-document-{key[:32]}"
+        request = self.request(key, token_ids, handle, name, lora, exact=exact)
+        return asyncio.get_running_loop().create_task(self._compile(request, name))
 
-    def forget(self, key: str) -> None:
-        """Has the workers delete what they keep of a document."""
-        if self._keeps and self.client is not None:
-            self._forgetting.add(task := asyncio.get_running_loop().create_task(self._forget(key)))
-            task.add_done_callback(self._forgetting.discard)
-
-    async def _forget(self, key: str) -> None:
-        try:
-            await self.client.collective_rpc("comb_forget", args=(key,))
-        except Exception as error:  # of vLLM's own; what is left on the disk is private still
-            logger.warning("document %s may be on the disk still: %s", key[:12], error)
-
-    async def _compile(self, request: DocumentPrompt) -> Encoded:
-        start, name = time.monotonic(), f"comb-document-{request.salt[:32]}"
-        tier: str | None = None
+    async def _compile(self, request: DocumentPrompt, name: str) -> Encoded:
+        start, tier, wrong = time.monotonic(), None, None
         try:
             if self._keeps:
                 tier = tier_of(await self.client.collective_rpc("comb_fetch", args=request.where))
-                self._note_kept(await self.client.collective_rpc("comb_kept"))
+                ranks = await self.client.collective_rpc("comb_kept")
+                self.kept_bytes = {tier: sum(rank.get(tier, 0) for rank in ranks) for tier in ("host", "disk")}
             if tier is None:
                 asked = greedy(self.client, request.prompt, request.salt, name, request.lora, **request.parameters)
-                tier = compiled(await asked)
-        except EncoderError:
-            raise
+                wrong = not_compiled(await asked)
         except Exception as error:
-            raise EncoderError(f"vLLM did not compile it: {type(error).__name__}: {error}"[:1000]) from error
-        return Encoded(tier, time.monotonic() - start)
+            raise _failure(error) from error
+        if wrong is not None:
+            raise wrong
+        return Encoded(tier or "compiled", time.monotonic() - start)
 
 
 class LocalCompiler(DocumentCompiler):
@@ -173,7 +237,7 @@ class LocalCompiler(DocumentCompiler):
 
     Args:
         generate: a batch of requests -> vLLM's outputs, in order.
-        ask_workers: a method of the workers and its arguments -> what each of them returns.
+        ask_workers: a method of the workers and its arguments -> what each of them returns; None if they keep nothing.
     """
 
     def __init__(
@@ -184,7 +248,7 @@ class LocalCompiler(DocumentCompiler):
         generate: Callable[[list[DocumentPrompt]], Sequence[Any]],
         ask_workers: Callable[..., Sequence[Any]] | None = None,
     ) -> None:
-        super().__init__(layout, method, secret, keeps=ask_workers is not None)
+        super().__init__(layout, method, secret)
         self._generate, self._ask_workers = generate, ask_workers
         self._waiting: queue.SimpleQueue[tuple[DocumentPrompt, asyncio.Future[Encoded]] | None] = queue.SimpleQueue()
 
@@ -212,22 +276,24 @@ class LocalCompiler(DocumentCompiler):
         return work.result()
 
     def _compile(self, batch: Sequence[tuple[DocumentPrompt, asyncio.Future[Encoded]]]) -> None:
-        start, error = time.monotonic(), None
+        start = time.monotonic()
+        failure: EncoderError | None = None
         tiers: list[str | None] = [None] * len(batch)
         outputs: Iterator[Any] = iter(())
         try:
-            tiers = [self._fetch(request) for request, _ in batch]
+            if self._ask_workers is not None:
+                tiers = [tier_of(self._ask_workers("comb_fetch", request.where)) for request, _ in batch]
             missing = [request for (request, _), tier in zip(batch, tiers, strict=True) if tier is None]
             outputs = iter(self._generate(missing) if missing else ())
-        except Exception as found:
-            error = EncoderError(f"vLLM did not compile it: {type(found).__name__}: {found}"[:1000])
+        except Exception as error:
+            failure = _failure(error)
         seconds = (time.monotonic() - start) / len(batch)
         for (_, future), tier in zip(batch, tiers, strict=True):
-            answer = tier or error or next(outputs)
-            future.get_loop().call_soon_threadsafe(_settle, future, answer, seconds)
-
-    def _fetch(self, request: DocumentPrompt) -> str | None:
-        return None if self._ask_workers is None else tier_of(self._ask_workers("comb_fetch", request.where))
+            wrong = None if tier is not None else failure or not_compiled(next(iter(next(outputs).outputs), None))
+            if wrong is None:
+                future.get_loop().call_soon_threadsafe(future.set_result, Encoded(tier or "compiled", seconds))
+            else:
+                future.get_loop().call_soon_threadsafe(future.set_exception, wrong)
 
 
 def tier_of(found: Sequence[str | None]) -> str | None:
@@ -235,23 +301,14 @@ def tier_of(found: Sequence[str | None]) -> str | None:
     return None if not found or None in found else min(filter(None, found))  # "disk" before "host"
 
 
-def compiled(answer: Any) -> str:
-    """The tier of a document that vLLM has answered for. Raises EncoderError if it isn't in the pool."""
+def not_compiled(answer: Any) -> EncoderError | None:
+    """Why a document that vLLM has answered for isn't in the pool; None if it is."""
     reason = None if answer is None else answer.finish_reason
-    if reason != "length":
-        raise EncoderError(f"vLLM did not compile it: the request ended with {reason!r}")
-    return "compiled"
+    return None if reason == "length" else EncoderError(f"vLLM did not compile it: the request ended with {reason!r}")
 
 
-def _settle(future: asyncio.Future[Encoded], answer: Any, seconds: float) -> None:
-    try:
-        if isinstance(answer, EncoderError):
-            raise answer
-        future.set_result(
-            Encoded(answer if isinstance(answer, str) else compiled(next(iter(answer.outputs), None)), seconds)
-        )
-    except EncoderError as error:
-        future.set_exception(error)
+def _failure(error: Exception) -> EncoderError:
+    return EncoderError(f"vLLM did not compile it: {type(error).__name__}: {error}"[:1000])
 
 
 async def greedy(client: Any, prompt: list[int], salt: str, name: str, lora: Any = None, /, **parameters: Any) -> Any:

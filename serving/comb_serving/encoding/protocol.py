@@ -44,22 +44,13 @@ class EncodeJob:
 
 @dataclass(frozen=True)
 class EncoderIdentity:
-    """What the encoder says about its weights; part of every content key.
-
-    Args:
-        method: how it compiles documents.
-    """
+    """What the encoder says about its weights; part of every content key. `method`: how it compiles documents."""
 
     fingerprint: str
     dtype: str
     max_document_tokens: int
     vocab_size: int
     method: str = "comb"
-
-    @classmethod
-    def parse(cls, hello: dict[str, Any]) -> EncoderIdentity:
-        """From an encoder's first word."""
-        return cls(*(hello[name] for name in ("fingerprint", "dtype", "max_document_tokens", "vocab_size")))
 
 
 @dataclass(frozen=True)
@@ -68,14 +59,6 @@ class Encoded:
 
     tier: str
     seconds: float
-
-
-def settle(future: asyncio.Future[Encoded], answer: dict[str, Any]) -> None:
-    """Ends a document's future with what an encoder has answered."""
-    if "error" in answer:
-        future.set_exception(EncoderError(answer["error"]))
-    else:
-        future.set_result(Encoded(str(answer["tier"]), float(answer["seconds"])))
 
 
 class Encoders(Protocol):

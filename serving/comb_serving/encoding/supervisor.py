@@ -11,7 +11,6 @@ import sys
 import time
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import Any
 
 from comb_serving.encoding.protocol import (
     Encoded,
@@ -20,7 +19,6 @@ from comb_serving.encoding.protocol import (
     EncoderIdentity,
     decode_message,
     encode_message,
-    settle,
 )
 from comb_serving.pool.capability import PoolHandle
 
@@ -163,7 +161,12 @@ class EncoderProcesses:
             except (OSError, KeyError, ValueError) as error:
                 logger.warning("encoder %d: %s: %s", encoder.index, type(error).__name__, error)
             finally:
-                await self._end(encoder)
+                process, encoder.process = encoder.process, None
+                if process is not None:
+                    with contextlib.suppress(ProcessLookupError):
+                        process.kill()
+                    # gone for certain afterwards: its blocks can be written by another one
+                    logger.info("encoder %d ended with status %d", encoder.index, await process.wait())
             encoder.failures = 1 if time.monotonic() - started > 60 else encoder.failures + 1
             encoder.failed_starts += not encoder.greeted
             self.restarts += 1
@@ -179,6 +182,7 @@ class EncoderProcesses:
         self._fail(encoder, list(encoder.jobs), self._refused)
 
     async def _run(self, encoder: WatchedEncoder) -> None:
+        """Starts a process, hears who it is, and takes its answers until it ends, hangs or talks nonsense."""
         ours, theirs = socket.socketpair()
         reader, writer = await asyncio.open_unix_connection(sock=ours)
         try:
@@ -188,42 +192,38 @@ class EncoderProcesses:
                     *arguments, env=self.environment, stdin=asyncio.subprocess.DEVNULL, pass_fds=[theirs.fileno()]
                 )
             first = decode_message(await asyncio.wait_for(reader.readline(), self.start_seconds))
-            hello, encoder.kept = EncoderIdentity.parse(first), first.get("kept", {})
+            fields = ("fingerprint", "dtype", "max_document_tokens", "vocab_size")
+            hello, encoder.kept = EncoderIdentity(*(first[name] for name in fields)), first.get("kept", {})
             if self._known is not None and hello != self._known:
                 # keys were made with the old weights: documents of both would be mixed
                 self._refused = f"the checkpoint changed while serving ({hello} instead of {self._known}): restart"
                 raise ValueError(self._refused)
             self._known = hello
             self._arrived.set()
-            encoder.greeted, encoder.failed_starts = True, 0
-            encoder.writer = writer
+            encoder.greeted, encoder.failed_starts, encoder.writer = True, 0, writer
             encoder.sent.clear()
             self._send_waiting(encoder)
-            await self._answers(encoder, reader)
+            quiet_since = time.monotonic()
+            while True:
+                try:
+                    line = await asyncio.wait_for(reader.readline(), min(1.0, self.stall_seconds / 4))
+                except TimeoutError:
+                    quiet_since = quiet_since if encoder.jobs else time.monotonic()
+                    if time.monotonic() - quiet_since > self.stall_seconds:
+                        waiting = f"no answer for {self.stall_seconds:.0f} s, {len(encoder.jobs)} wait"
+                        raise TimeoutError(waiting) from None
+                    continue
+                quiet_since, encoder.failures = time.monotonic(), 0
+                answer = decode_message(line)
+                encoder.kept = answer.get("kept", encoder.kept)
+                if "error" in answer:
+                    self._fail(encoder, [answer["job"]], answer["error"])
+                elif (pending := encoder.jobs.pop(answer["job"], None)) is not None and not pending.future.done():
+                    pending.future.set_result(Encoded(str(answer["tier"]), float(answer["seconds"])))
+                self._send_waiting(encoder)
         finally:
             encoder.writer = None
             writer.close()
-
-    async def _answers(self, encoder: WatchedEncoder, reader: asyncio.StreamReader) -> None:
-        quiet_since = time.monotonic()
-        while True:
-            try:
-                line = await asyncio.wait_for(reader.readline(), min(1.0, self.stall_seconds / 4))
-            except TimeoutError:
-                now = time.monotonic()
-                quiet_since = quiet_since if encoder.jobs else now
-                if now - quiet_since > self.stall_seconds:
-                    raise TimeoutError(f"no answer for {self.stall_seconds:.0f} s, {len(encoder.jobs)} wait") from None
-                continue
-            quiet_since, encoder.failures = time.monotonic(), 0
-            self._settle(encoder, decode_message(line))
-            self._send_waiting(encoder)
-
-    def _settle(self, encoder: WatchedEncoder, answer: dict[str, Any]) -> None:
-        encoder.kept = answer.get("kept", encoder.kept)
-        pending = encoder.jobs.pop(answer["job"], None)
-        if pending is not None and not pending.future.done():
-            settle(pending.future, answer)
 
     def _send_waiting(self, encoder: WatchedEncoder) -> None:
         """Sends what hasn't been sent to this process. What was with one that died goes alone, to find the culprit."""
@@ -243,15 +243,8 @@ class EncoderProcesses:
             if suspect:
                 return
 
-    async def _end(self, encoder: WatchedEncoder) -> None:
-        """The process is gone for certain afterwards: its blocks can be written by another one."""
-        process, encoder.process = encoder.process, None
-        if process is None:
-            return
-        with contextlib.suppress(ProcessLookupError):
-            process.kill()
-        logger.info("encoder %d ended with status %d", encoder.index, await process.wait())
-
     def _fail(self, encoder: WatchedEncoder, numbers: Iterable[int], reason: str | None) -> None:
         for number in numbers:
-            self._settle(encoder, {"job": number, "error": reason})
+            pending = encoder.jobs.pop(number, None)
+            if pending is not None and not pending.future.done():
+                pending.future.set_exception(EncoderError(reason))

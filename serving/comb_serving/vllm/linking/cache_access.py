@@ -17,8 +17,8 @@ from vllm.model_executor.layers.attention.attention import Attention
 from vllm.model_executor.layers.attention.mla_attention import MLAAttention
 from vllm.platforms import current_platform
 
-from comb_serving.vllm.linking.scans import StateLayer, is_linear, state_layer
 from comb_serving.vllm.linking.setup import FP8
+from comb_serving.vllm.linking.states import StateLayer, is_linear, state_layer
 
 _DIGIT = 128  # numbers that every dtype of a cache holds exactly
 _FP8_DIGIT = 8

@@ -18,17 +18,18 @@ from comb_serving.linking.layout import LinkingLayout
 from comb_serving.linking.methods import LinkMethod
 from comb_serving.linking.plan import LinkPlan, Range
 from comb_serving.linking.reports import LinkReport, ReportSender
-from comb_serving.vllm.linking.commands import (
+from comb_serving.vllm.linking.document_pool import DocumentPool
+from comb_serving.vllm.linking.links import (
     Blocks,
     CaptureCommand,
     ChosenTokens,
     ComposeCommand,
     LinkingMetadata,
     LoadCommand,
+    RequestLink,
     SaveCommand,
+    link_of,
 )
-from comb_serving.vllm.linking.document_pool import DocumentPool
-from comb_serving.vllm.linking.links import RequestLink, link_of
 from comb_serving.vllm.linking.setup import check_groups, method_of
 
 

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from comb.linktokens.front import FrontKeyValues
+from comb_serving.encoding.kept import KeptDocuments
 from comb_serving.pool.capability import PoolHandle
 from comb_serving.vllm.linking.cache_access import (
     CacheReader,
@@ -24,12 +25,11 @@ from comb_serving.vllm.linking.cache_access import (
     token_shape,
     write,
 )
-from comb_serving.vllm.linking.commands import Blocks, LinkingMetadata, LoadCommand, SaveCommand
+from comb_serving.vllm.linking.links import Blocks, LinkingMetadata, LoadCommand, SaveCommand
 from comb_serving.vllm.linking.looks import QueryLooks
 from comb_serving.vllm.linking.positions import KeyPositions, find_positions
 from comb_serving.vllm.linking.setup import method_of
 from comb_serving.vllm.linking.states import DocumentStates
-from comb_serving.vllm.linking.tiers import KeptDocuments
 
 logger = logging.getLogger(__name__)
 

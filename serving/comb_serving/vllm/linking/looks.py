@@ -22,7 +22,7 @@ from vllm.model_executor.layers.attention.attention import Attention
 
 from comb.backbones.attention_calls import grouped_scores
 from comb_serving.linking.methods import LinkMethod
-from comb_serving.vllm.linking.commands import Blocks, LookCommand
+from comb_serving.vllm.linking.links import Blocks, LookCommand
 
 _SCORES = 2**25  # numbers of a layer that are there at once, in float32
 

@@ -12,7 +12,7 @@ from vllm.distributed.kv_transfer import get_kv_transfer_group
 from comb.backbones.identity import weights_fingerprint
 from comb.linktokens.front import published_front
 from comb_serving.config.serve_options import ServeOptions, instance_dir
-from comb_serving.encoding.kept import kept_store
+from comb_serving.encoding.kept import KeptDocuments, kept_store
 from comb_serving.linking.layout import LinkingLayout
 from comb_serving.pool.capability import PoolHandle
 from comb_serving.vllm.decoder_pool import total_bytes
@@ -29,7 +29,6 @@ from comb_serving.vllm.linking.setup import (
     link_tokens_of,
     method_of,
 )
-from comb_serving.vllm.linking.tiers import KeptDocuments
 
 
 class PoolWorker(FixedWeights):

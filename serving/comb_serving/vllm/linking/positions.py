@@ -25,7 +25,7 @@ from comb.backbones.rotary import embedding_of
 from comb.linking.positions import positions_near
 from comb.linking.rotation import Rerotation, Rotation
 from comb_serving.vllm.linking.cache_access import token_shape
-from comb_serving.vllm.linking.scans import is_linear
+from comb_serving.vllm.linking.states import is_linear
 
 TOLERANCE = {torch.float32: 1e-3, torch.float16: 1e-2, torch.bfloat16: 4e-2}  # of the largest key
 

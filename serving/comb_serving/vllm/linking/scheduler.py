@@ -17,8 +17,8 @@ from vllm.sampling_params import SamplingParams
 from vllm.v1.core.sched.output import NewRequestData, SchedulerOutput
 from vllm.v1.core.sched.scheduler import Scheduler
 
-from comb_serving.vllm.linking.commands import LookCommand
 from comb_serving.vllm.linking.connector import LinkingConnector, SeamJob, SeamRoom
+from comb_serving.vllm.linking.links import LookCommand
 from comb_serving.vllm.scheduler import CheckedScheduler, mixed_into_vllms
 
 SEAM = "comb-seam-"
