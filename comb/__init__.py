@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from comb.engine.engine import PICEngine as PICEngine
     from comb.engine.engine import Report as Report
     from comb.engine.engine import Request as Request
-    from comb.linktokens.config import LinkTokensConfig as LinkTokensConfig
+    from comb.linktokens.front import LinkTokensConfig as LinkTokensConfig
     from comb.linktokens.modeling import LinkTokensForCausalLM as LinkTokensForCausalLM
     from comb.model.config import CombConfig as CombConfig
     from comb.model.config import CombEncoderConfig as CombEncoderConfig

@@ -11,8 +11,9 @@ from rich.table import Table
 from torch import Tensor
 
 from comb.backbones.identity import exclusive
+from comb.hybrid.caches import is_hybrid
 from comb.hybrid.compile import compile_segment
-from comb.hybrid.support import find_hybrid_support, is_hybrid
+from comb.hybrid.support import find_hybrid_support
 from comb.linking.positions import UnmovableError
 from comb.model.config import CombEncoderConfig
 from comb.model.modeling import CombForCausalLM

@@ -14,27 +14,20 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from transformers.cache_utils import (
-    Cache,
-    DynamicCache,
-    DynamicLayer,
-    LinearAttentionAndFullAttentionLayer,
-    LinearAttentionCacheLayerMixin,
-    LinearAttentionLayer,
-)
+from transformers.cache_utils import Cache, DynamicCache, DynamicLayer, LinearAttentionCacheLayerMixin
 
 from comb.backbones.forward import StateCache, decoder_of, empty_cache_of, run_decoder, takes_positions
 from comb.backbones.identity import identity_of
 from comb.backbones.transformers_private import classes_beside
 from comb.linking.cache import RoomyLayer
 
-_KINDS = (DynamicLayer, LinearAttentionLayer, LinearAttentionAndFullAttentionLayer)
-
 
 def new_cache(model: Any) -> Cache:
     """An empty cache of the kind that `model` takes."""
-    own = _own_cache(model)
-    return empty_cache_of(model) if own is None else _continued(own)()
+    # MiniMax's module brings one along for its linear layers
+    own = (kind for kind in classes_beside(decoder_of(model), DynamicCache) if hasattr(kind, "set_linear_cache"))
+    kind: Any = next(own, None)
+    return empty_cache_of(model) if kind is None else _continued(kind)()
 
 
 def continued_cache(model: Any) -> Cache | None:
@@ -42,31 +35,23 @@ def continued_cache(model: Any) -> Cache | None:
 
     None for all others, which make one themselves.
     """
-    needed = identity_of(model).fact(
-        "needs a cache to go on from",
-        lambda: _own_cache(model) is not None or (has_states(model) and isinstance(new_cache(model), StateCache)),
-    )
-    return new_cache(model) if needed else None
+    cache = new_cache(model) if is_hybrid(model) else None
+    return cache if hasattr(cache, "linear_cache") or isinstance(cache, StateCache) else None
 
 
-def has_states(model: Any) -> bool:
+def is_hybrid(model: Any) -> bool:
     """Whether `model`'s cache has layers that keep a state instead of keys and values per token."""
-    if getattr(model.config, "is_encoder_decoder", False):
-        return False
-    try:
-        cache: Any = new_cache(model)
-    except (AttributeError, KeyError, NotImplementedError, ValueError, TypeError):
-        return False  # transformers has no cache for it
-    return hasattr(cache, "linear_cache") or any(hasattr(layer, "recurrent_states") for layer in cache.layers)
 
+    def find() -> bool:
+        if getattr(model.config, "is_encoder_decoder", False):
+            return False
+        try:
+            cache: Any = new_cache(model)
+        except (AttributeError, KeyError, NotImplementedError, ValueError, TypeError):
+            return False  # transformers has no cache for it
+        return hasattr(cache, "linear_cache") or any(hasattr(layer, "recurrent_states") for layer in cache.layers)
 
-def odd_layers(model: Any) -> list[str]:
-    """Names of the cache layers that states and keys can't be read from and written to; none for most models."""
-    layers: list[Any] = new_cache(model).layers
-    several = [layer for layer in layers if getattr(layer, "number_of_states", 1) != 1]
-    return sorted({type(layer).__name__ for layer in layers if type(layer) not in _KINDS}) + (
-        ["several states in one layer"] if several else []
-    )
+    return bool(identity_of(model).fact("is hybrid", find))
 
 
 def states_of(cache: Any, layer: int) -> tuple[Tensor | None, Tensor | None]:
@@ -133,12 +118,6 @@ def run(model: Any, token_ids: list[int], cache: Cache, start: int, *, step: int
         positions = torch.arange(start + first, start + first + ids.shape[1])[None] if takes_positions(model) else None
         hidden.append(run_decoder(model, ids, cache, position_ids=positions)[0])
     return torch.cat(hidden)
-
-
-def _own_cache(model: Any) -> Any:
-    """The cache class that a model's module brings along for its linear layers, if it does (MiniMax)."""
-    own = (kind for kind in classes_beside(decoder_of(model), DynamicCache) if hasattr(kind, "set_linear_cache"))
-    return next(own, None)
 
 
 @functools.cache

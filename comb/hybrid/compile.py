@@ -1,6 +1,7 @@
 """Compiles one segment of a hybrid backbone: a pure function of model, token ids and seam widths.
 
-`extend` and `restore` are for exact reuse of a prompt's prefix: nothing is moved or composed there.
+The segment runs alone: values computed in the context of a request would depend on who asked first. `extend` and
+`restore` are for exact reuse of a prompt's prefix: nothing is moved or composed there.
 """
 
 from __future__ import annotations
@@ -9,6 +10,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from comb.backbones.forward import count_in
 from comb.hybrid.caches import attention_layers, give_room, last_columns, new_cache, read_state, run, write_state
@@ -83,10 +85,7 @@ def compile_segment(
                 transition.judge(*values)
             except TransitionError as error:
                 raise ValueError(f"layer {number}: {error}") from error
-    attention = {
-        number: (layer.keys[0, :, recording.start :].clone(), layer.values[0, :, recording.start :].clone())
-        for number, layer in attention_layers(recording.cache).items()
-    }
+    attention = _attention(recording.cache, recording.start)
     picache = HybridPICache(fingerprint, held, start, end, linear, attention, leading, len(before))
     floating = {name: tensor for name, tensor in picache.tensors().items() if tensor.is_floating_point()}
     if not all_finite(floating.values()):
@@ -110,12 +109,16 @@ def extend(
     for number in support.linear:
         columns, state = read_state(cache, number)
         linear[number] = SegmentState(columns, state)
-    attention = {
+    held, attention = torch.tensor(list(piece)), _attention(cache, start)
+    return HybridPICache(fingerprint, held, 0, len(piece), linear, attention, leading=not before)
+
+
+def _attention(cache: Any, start: int) -> dict[int, tuple[Tensor, Tensor]]:
+    """Copies of keys and values [heads, tokens, D] from position `start` on, by number of the layer."""
+    return {
         number: (layer.keys[0, :, start:].clone(), layer.values[0, :, start:].clone())
         for number, layer in attention_layers(cache).items()
     }
-    held = torch.tensor(list(piece))
-    return HybridPICache(fingerprint, held, 0, len(piece), linear, attention, leading=not before)
 
 
 def restore(model: Any, pieces: Sequence[HybridPICache], length: int) -> Any:

@@ -21,9 +21,7 @@ from torch import Tensor
 from comb.backbones.forward import StageTimes, count_in
 from comb.hybrid.caches import give_room, new_cache, read_state, run, shift_in, write_state
 from comb.hybrid.picache import HybridPICache, SegmentState
-from comb.hybrid.probe import apply_on
-from comb.hybrid.support import HybridSupport, LinearLayer
-from comb.hybrid.transition import Rerotate
+from comb.hybrid.support import HybridSupport
 from comb.linking.rotation import Rerotation, Rotation
 
 Mode = Literal["addition", "transition", "rotation", "seam"]
@@ -85,23 +83,20 @@ class SequentialLinker:
         """Jumps over the compiled interior of a segment."""
         self._compute(len(self.token_ids))
         with self.seconds.timed("compose"):
-            self._compose(picache)
-
-    def _compose(self, picache: HybridPICache) -> None:
-        place = len(self.token_ids)
-        picache = picache.to(self.model.get_input_embeddings().weight.device)
-        self.token_ids += picache.token_ids[picache.start : picache.end].tolist()
-        rerotation = self._rerotation(place - picache.compiled_at)
-        for number, part in picache.linear.items():
-            self.jump(number, part, self.support.linear[number], rerotation)
-        for number, (keys, values) in picache.attention.items():
-            moved = [
-                rerotated(tensor[None], rotation, rerotation)
-                for tensor, rotation in zip((keys, values), self.support.positions.layers[number], strict=True)
-            ]
-            self.cache.update(moved[0], moved[1], number)
-        count_in(self.cache, picache.end - picache.start)
-        give_room(self.cache, self.length)
+            picache = picache.to(self.model.get_input_embeddings().weight.device)
+            rerotation = self._rerotation(len(self.token_ids) - picache.compiled_at)
+            self.token_ids += picache.token_ids[picache.start : picache.end].tolist()
+            for number, part in picache.linear.items():
+                self.jump(number, part, rerotation)
+            for number, pair in picache.attention.items():
+                rotations = self.support.positions.layers[number]
+                keys, values = (
+                    rerotated(tensor[None], rotation, rerotation)
+                    for tensor, rotation in zip(pair, rotations, strict=True)
+                )
+                self.cache.update(keys, values, number)
+            count_in(self.cache, picache.end - picache.start)
+            give_room(self.cache, self.length)
 
     def finish(self) -> Any:
         """Computes all that is left but the last token; the cache, or None when there is nothing in front of it."""
@@ -120,32 +115,28 @@ class SequentialLinker:
         device = self.model.get_input_embeddings().weight.device
         return self.support.positions.rerotation(torch.zeros(1), torch.full((1,), shift), 1, device)
 
-    def jump(self, number: int, part: SegmentState, layer: LinearLayer, rerotation: Rerotation | None) -> None:
+    def jump(self, number: int, part: SegmentState, rerotation: Rerotation | None) -> None:
+        """A linear layer's columns and state behind an interior: S <- T S + S_C."""
+        layer = self.support.linear[number]
         columns, state = read_state(self.cache, number)
         if part.columns is not None:
             columns = shift_in(columns, part.columns, layer.kernel)
         if part.state is not None:
-            state = self._composed(part, layer, state, rerotation)
-        write_state(self.cache, number, _row(columns), _row(state))
+            before, state, transition = state, part.state.float(), part.transition
+            if layer.rotation is not None and rerotation is not None:
+                rotation = layer.rotation
 
-    def _composed(
-        self, part: SegmentState, layer: LinearLayer, before: Tensor | None, rerotation: Rerotation | None
-    ) -> Tensor:
-        assert part.state is not None
-        state, transition = part.state.float(), part.transition
-        if layer.rotation is not None and rerotation is not None:
-            rerotate = _rerotate(layer.rotation, rerotation)
-            state = rerotate(state) if layer.axis == -1 else rerotate(state.transpose(-1, -2)).transpose(-1, -2)
-            transition = None if transition is None else transition.rerotated(rerotate)
-        if before is None or transition is None:
-            return state.to(layer.dtype)
-        earlier = before.float()
-        kept = apply_on(transition, earlier, layer.axis) if self.compose else earlier
-        return (state.to(kept.device) + kept).to(layer.dtype)
+                def rerotate(tensor: Tensor) -> Tensor:
+                    return rerotation.apply(tensor.clone(memory_format=torch.contiguous_format), rotation)
 
-
-def _rerotate(rotation: Rotation, rerotation: Rerotation) -> Rerotate:
-    return lambda tensor: rerotation.apply(tensor.clone(memory_format=torch.contiguous_format), rotation)
+                state = rerotate(state) if layer.axis == -1 else rerotate(state.transpose(-1, -2)).transpose(-1, -2)
+                transition = None if transition is None else transition.rerotated(rerotate)
+            if before is not None and transition is not None:
+                kept = transition.apply_on(before.float(), layer.axis) if self.compose else before.float()
+                state = state.to(kept.device) + kept
+            state = state.to(layer.dtype)
+        row = [None if tensor is None else tensor[None].contiguous() for tensor in (columns, state)]
+        write_state(self.cache, number, row[0], row[1])
 
 
 def rerotated(tensor: Tensor, rotation: Rotation | None, rerotation: Rerotation | None) -> Tensor:
@@ -153,10 +144,6 @@ def rerotated(tensor: Tensor, rotation: Rotation | None, rerotation: Rerotation 
     # the cache may keep what it is given, and the PICache must stay as it is
     copy = tensor.clone()
     return copy if rotation is None or rerotation is None else rerotation.apply(copy, rotation)
-
-
-def _row(tensor: Tensor | None) -> Tensor | None:
-    return None if tensor is None else tensor[None].contiguous()
 
 
 @torch.no_grad()

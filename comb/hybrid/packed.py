@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -76,13 +76,27 @@ class PackedLinker(SequentialLinker):
         self._close(end)
         jumps = any(isinstance(item, _Jump) for item in self._items)
         if not jumps or not self._rows or len(self._rows) * end > _MAX_MASK_ELEMENTS:
-            return self._finish_in_order()
+            tokens = self.token_ids
+            linker = SequentialLinker(
+                self.model, self.support, self.mode, self.length,
+                compose=self.compose, before=tokens[: self._held], cache=self.cache,
+            )  # fmt: skip
+            for item in self._items:
+                if isinstance(item, _Jump):
+                    linker.interior(item.picache)
+                else:
+                    linker.tokens([tokens[position] for position in self._rows[item]])
+            linker.tokens(tokens[-1:])
+            self.seconds = linker.seconds
+            return linker.finish()
         rows = ScatteredRows(end, torch.tensor(self._rows))
         with self.seconds.timed("compose"):
             self._place(rows)
         ids = torch.tensor(self.token_ids)[rows.positions][None]
         device = self.model.get_input_embeddings().weight.device
-        with self.seconds.timed("recompute"), masked_attention(self.model), self._by_runs():
+        with self.seconds.timed("recompute"), masked_attention(self.model), ExitStack() as hooks:
+            for number, module in self.support.modules.items():
+                self._by_runs(number, module, hooks)
             masks = Masks((("full_attention", None),), self._mapping)
             built: Any = masks.build(rows, self.model)
             with recomputed_attention(self.model, rows, masks.windowed(built)):
@@ -92,21 +106,6 @@ class PackedLinker(SequentialLinker):
         for number, layer in attention_layers(self.cache).items():
             self.cache.layers[number] = RoomyLayer(layer.keys, layer.values, end)
         return self.cache
-
-    def _finish_in_order(self) -> Any:
-        tokens = self.token_ids
-        linker = SequentialLinker(
-            self.model, self.support, self.mode, self.length,
-            compose=self.compose, before=tokens[: self._held], cache=self.cache,
-        )  # fmt: skip
-        for item in self._items:
-            if isinstance(item, _Jump):
-                linker.interior(item.picache)
-            else:
-                linker.tokens([tokens[position] for position in self._rows[item]])
-        linker.tokens(tokens[-1:])
-        self.seconds = linker.seconds
-        return linker.finish()
 
     def _close(self, end: int) -> None:
         """Ends a run of tokens to be computed in front of position `end`."""
@@ -132,27 +131,34 @@ class PackedLinker(SequentialLinker):
                 buffers.append(buffer)
             self.cache.layers[number] = ScatterLayer(rows, *buffers)
 
-    @contextmanager
-    def _by_runs(self) -> Iterator[None]:
-        """Inside, every linear layer takes its rows run by run, with the states composed in between."""
-        with ExitStack() as stack:
-            for number, module in self.support.modules.items():
-                before, after = self._hooks(number)
-                stack.callback(module.register_forward_pre_hook(before, with_kwargs=True).remove)
-                # first of all, so that others' hooks see the output of all rows
-                stack.callback(module.register_forward_hook(after, with_kwargs=True, prepend=True).remove)
-            yield
+    def _by_runs(self, number: int, module: nn.Module, hooks: ExitStack) -> None:
+        """Has a linear layer take its rows run by run, with the states composed in between, until `hooks` close.
 
-    def _hooks(self, number: int) -> tuple[Callable[..., Any], Callable[..., Any]]:
-        """In front of a linear layer its arguments are cut to the first run; behind it, the other runs are computed."""
-        thread = threading.get_ident()
-        runs: Iterator[tuple[tuple[Any, ...], dict[str, Any]]] = iter(())
+        In front of the layer its arguments are cut to the first run; behind it, the other runs are computed.
+        """
+        thread, rows = threading.get_ident(), len(self._rows)
+        runs: Iterator[tuple[Any, dict[str, Any]]] = iter(())
+
+        def cut(value: Any, run: slice) -> Any:
+            """A run's part of an argument that has all rows, [1, rows] or [1, rows, ...]."""
+            if isinstance(value, Tensor) and value.ndim in (2, 3) and value.shape[1] == rows:
+                return value[:, run]
+            return tuple(cut(item, run) for item in value) if type(value) is tuple else value
+
+        def arguments(args: Any, kwargs: dict[str, Any]) -> Iterator[tuple[Any, dict[str, Any]]]:
+            """Of one run after the other; jumps over what lies in front of the next one."""
+            for item in self._items:
+                if isinstance(item, slice):
+                    yield cut(args, item), {name: cut(value, item) for name, value in kwargs.items()}
+                else:
+                    with self.seconds.timed("compose", within="recompute"):
+                        self.jump(number, item.picache.linear[number], item.rerotation)
 
         def before(layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
             nonlocal runs
             if threading.get_ident() != thread:
                 return None
-            runs = self._runs(number, args, kwargs)
+            runs = arguments(args, kwargs)
             return next(runs)
 
         def after(layer: Any, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> Any:
@@ -163,33 +169,12 @@ class PackedLinker(SequentialLinker):
                 return (torch.cat([part[0] for part in outputs], dim=1), *outputs[-1][1:])
             return torch.cat(outputs, dim=1)
 
-        return before, after
-
-    def _runs(
-        self, number: int, args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> Iterator[tuple[tuple[Any, ...], dict[str, Any]]]:
-        """A linear layer's arguments for one run after the other; jumps over what lies in front of the next one."""
-        rows = len(self._rows)
-        for item in self._items:
-            if isinstance(item, slice):
-                yield _cut(args, rows, item), {name: _cut(value, rows, item) for name, value in kwargs.items()}
-                continue
-            with self.seconds.timed("compose", within="recompute"):
-                self.jump(number, item.picache.linear[number], self.support.linear[number], item.rerotation)
-
-
-def _cut(value: Any, rows: int, run: slice) -> Any:
-    """A run's part of an argument that has all rows, [1, rows] or [1, rows, ...]."""
-    if isinstance(value, Tensor) and value.ndim in (2, 3) and value.shape[1] == rows:
-        return value[:, run]
-    return tuple(_cut(item, rows, run) for item in value) if type(value) is tuple else value
+        hooks.callback(module.register_forward_pre_hook(before, with_kwargs=True).remove)
+        # first of all, so that others' hooks see the output of all rows
+        hooks.callback(module.register_forward_hook(after, with_kwargs=True, prepend=True).remove)
 
 
 _SEGMENTS, _SEAM, _FRESH = (23, 19), 2, ((0, 5), (5, 8), (8, 12))
-
-
-# one mask per kind of layer, as transformers' hybrids take them, or a single one
-_FORMS = (partial(PackedLinker, mapping=True), partial(PackedLinker, mapping=False))
 
 
 @torch.no_grad()
@@ -205,31 +190,37 @@ def linker_for(model: Any, support: HybridSupport) -> Callable[..., SequentialLi
 
 
 def _tried(model: Any, support: HybridSupport) -> Callable[..., SequentialLinker]:
-    layers: list[Any] = new_cache(model).layers
-    kinds = {type(layers[number]) for number in support.attention if number < len(layers)}
+    empty: Any = new_cache(model)
+    kinds = {type(empty.layers[number]) for number in support.attention if number < len(empty.layers)}
     # a layer with states and keys has no place for scattered ones, nor has a cache of the model's own
-    if support.step is not None or kinds != {DynamicLayer} or set(support.attention) & set(support.linear):
-        return SequentialLinker
-    if hasattr(new_cache(model), "linear_cache") or not takes_positions(model):
+    if (
+        support.step is not None
+        or kinds != {DynamicLayer}
+        or set(support.attention) & set(support.linear)
+        or hasattr(empty, "linear_cache")
+        or not takes_positions(model)
+    ):
         return SequentialLinker
     ids = made_up_tokens(model, _FRESH[-1][1] + sum(_SEGMENTS))
     fresh = [ids[first:last].tolist() for first, last in _FRESH]
     head = max(_SEAM, support.kernel - 1)
     segments = [segment.tolist() for segment in ids[_FRESH[-1][1] :].split(_SEGMENTS)]
     picaches = [compile_segment(model, support, "", segment, head=head, tail=_SEAM) for segment in segments]
-    plain = _tensors(link_segments(model, support, picaches, fresh).cache, support)
-    for linker in _FORMS:
+
+    def linked(linker: Callable[..., SequentialLinker]) -> list[Tensor]:
+        cache = link_segments(model, support, picaches, fresh, linker_type=linker).cache
+        states = [state for number in support.linear for state in read_state(cache, number) if state is not None]
+        layers = attention_layers(cache).values()
+        return [*states, *(tensor for layer in layers for tensor in (layer.keys, layer.values))]
+
+    plain = linked(SequentialLinker)
+    # one mask per kind of layer, as transformers' hybrids take them, or a single one
+    for linker in (partial(PackedLinker, mapping=True), partial(PackedLinker, mapping=False)):
         try:
-            packed = _tensors(link_segments(model, support, picaches, fresh, linker_type=linker).cache, support)
+            packed = linked(linker)
         except (RuntimeError, TypeError, ValueError, KeyError, IndexError, AttributeError):
             continue  # it doesn't take this mask, or its layers aren't called in this way
         pairs = zip(packed, plain, strict=False)
         if len(packed) == len(plain) and all(distance(left, right) <= tolerance_of(model) for left, right in pairs):
             return linker
     return SequentialLinker
-
-
-def _tensors(cache: Any, support: HybridSupport) -> list[Tensor]:
-    layers = attention_layers(cache).values()
-    states = [state for number in support.linear for state in read_state(cache, number) if state is not None]
-    return [*states, *(tensor for layer in layers for tensor in (layer.keys, layer.values))]

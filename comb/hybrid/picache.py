@@ -104,18 +104,14 @@ class HybridPICache(PICache):
         for layer, held in sorted(parts.items()):
             if "keys" in held:
                 attention[layer] = held.pop("keys"), held.pop("values")
+            if not held:
+                continue
+            columns, state, transition = held.pop("columns", None), held.pop("state", None), None
             if held:
-                linear[layer] = _segment_state(held)
+                ((family, tensor),) = held.items()
+                transition = TRANSITIONS.get(family)(tensor)
+                transition.check()
+            if state is not None and not bool(torch.isfinite(state).all()):
+                raise ValueError("the state of a linear layer holds NaN or infinity: compile the document again")
+            linear[layer] = SegmentState(columns, state, transition)
         return cls(fingerprint, tensors["token_ids"], start, end, linear, attention, bool(leading), *behind)
-
-
-def _segment_state(held: dict[str, Tensor]) -> SegmentState:
-    columns, state = held.pop("columns", None), held.pop("state", None)
-    transition = None
-    if held:
-        ((family, tensor),) = held.items()
-        transition = TRANSITIONS.get(family)(tensor)
-        transition.check()
-    if state is not None and not bool(torch.isfinite(state).all()):
-        raise ValueError("the state of a linear layer holds NaN or infinity: compile the document again")
-    return SegmentState(columns, state, transition)

@@ -17,14 +17,18 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from comb.hybrid.caches import new_cache, read_state, states_of, write_state
-from comb.hybrid.families.dense import DenseTransition
-from comb.hybrid.families.diagonal import DiagonalTransition
-from comb.hybrid.families.elementwise import ElementwiseTransition
-from comb.hybrid.families.scalar import ScalarTransition
-from comb.hybrid.transition import Transition, TransitionError
+from comb.hybrid.transition import (
+    DenseTransition,
+    DiagonalTransition,
+    ElementwiseTransition,
+    ScalarTransition,
+    Transition,
+    TransitionError,
+)
 
 # the smallest log decay that a 32-bit state still shows
 _LEAST_LOG = math.log(torch.finfo(torch.float32).tiny)
@@ -57,21 +61,10 @@ class LayerRun:
 
         self.module(*map(change, self.args), **{name: change(value) for name, value in self.kwargs.items()})
 
-    def in_float32(self) -> LayerRun:
-        """The same call of a copy of the layer in float32."""
-
-        def change(value: Any) -> Any:
-            if isinstance(value, Tensor) and value.is_floating_point():
-                return value.float()
-            return tuple(map(change, value)) if isinstance(value, tuple) else value
-
-        kwargs = {name: change(value) for name, value in self.kwargs.items()}
-        return LayerRun(copy.deepcopy(self.module).float(), self.number, change(self.args), kwargs)
-
     @property
     def tokens(self) -> int:
         """Tokens of the call."""
-        tensors = [*self.args, *(self.kwargs[name] for name in ("hidden_states",) if name in self.kwargs)]
+        tensors = (*self.args, self.kwargs.get("hidden_states"))
         return int(next(value.shape[1] for value in tensors if isinstance(value, Tensor)))
 
 
@@ -111,43 +104,54 @@ class TransitionProbe:
 
     def __init__(self, model: Any, call: LayerRun, seen: Any, start: int, *, step: int | None = None) -> None:
         _, state = read_state(seen, call.number)
-        # a state of 16 bits (MiniMax) is too coarse to tell one family from another
-        self.call = call.in_float32() if state is not None and state.itemsize < 4 else call
-        self.seen, self.start, self.step = seen, start, step
+        assert state is not None
+        if state.itemsize < 4:  # 16 bits (MiniMax) are too coarse to tell one family from another
+
+            def widened(value: Any) -> Any:
+                if isinstance(value, Tensor) and value.is_floating_point():
+                    return value.float()
+                return tuple(map(widened, value)) if isinstance(value, tuple) else value
+
+            kwargs = {name: widened(value) for name, value in call.kwargs.items()}
+            call = LayerRun(copy.deepcopy(call.module).float(), call.number, widened(call.args), kwargs)
+        self.call, self.seen, self.start, self.step = call, seen, start, step
+        self.zeros = torch.zeros_like(state, dtype=torch.float32)
         self._before = new_cache(model)
         if start:
             self.call.again(self._before, seen, 0, start)
 
-    def ends(self, states: Tensor) -> Tensor:
-        """States [rows, ...] after the tokens, for states [rows, ...] before them."""
+    def response(self, states: Tensor) -> tuple[Tensor, Tensor]:
+        """T applied to each of `states` [rows, ...], and S: the end from an empty state."""
+        states = torch.cat([self.zeros[None], states])
         cache = copy.deepcopy(self._before)
         columns, _ = read_state(cache, self.call.number)
         if columns is None:
-            seen_columns, _ = read_state(self.seen, self.call.number)
-            columns = None if seen_columns is None else torch.zeros_like(seen_columns)
-        rows = len(states)
-        fresh = new_cache_like(cache)
-        write_state(fresh, self.call.number, _rows(columns, rows), states.clone())
+            columns, _ = read_state(self.seen, self.call.number)
+            columns = None if columns is None else torch.zeros_like(columns)
+        if columns is not None:
+            columns = columns[None].expand(len(states), *columns.shape).contiguous()
+        fresh = copy.copy(cache)
+        fresh.layers = [type(layer)() for layer in cache.layers]
+        if hasattr(cache, "linear_cache"):
+            fresh.linear_cache = []
+        write_state(fresh, self.call.number, columns, states.clone())
         for layer in fresh.layers:  # OLMo-hybrid asks the last linear layer, whichever layer is running
             if hasattr(layer, "has_previous_state"):
                 layer.has_previous_state[0] = True
         size = self.step or self.call.tokens
         for first in range(self.start, self.call.tokens, size):
-            self.call.again(fresh, self.seen, first, min(first + size, self.call.tokens), rows)
+            self.call.again(fresh, self.seen, first, min(first + size, self.call.tokens), len(states))
         _, after = states_of(fresh, self.call.number)
         assert after is not None
-        return after.float()
-
-    def state(self) -> Tensor:
-        """The recurrent state's template: zeros of its shape."""
-        _, state = read_state(self.seen, self.call.number)
-        assert state is not None
-        return torch.zeros_like(state, dtype=torch.float32)
-
-    def response(self, states: Tensor) -> tuple[Tensor, Tensor]:
-        """T applied to each of `states` [rows, ...], and S: the end from an empty state."""
-        ends = self.ends(torch.cat([self.state()[None], states]))
+        ends = after.float()
         return ends[1:] - ends[0], ends[0]
+
+    def agrees(self, transition: Transition, axis: int, tolerance: float) -> bool:
+        """Whether `transition` is what the layer does to a random state."""
+        random = torch.randn(self.zeros.shape, generator=torch.Generator().manual_seed(1)).to(self.zeros)
+        (seen,), _ = self.response(random[None])
+        # relative to what went in: a layer that forgets everything leaves nothing but rounding to compare
+        return float((seen - transition.apply_on(random, axis)).norm() / random.norm()) <= tolerance
 
     def classify(self) -> tuple[str, int] | None:
         """The layer's family and the axis (-2 or -1) of its state that T acts on.
@@ -158,8 +162,7 @@ class TransitionProbe:
         Raises:
             TransitionError: when the layer's states are not affine in the state before in any known form.
         """
-        zeros = self.state()
-        random = torch.randn(zeros.shape, generator=torch.Generator().manual_seed(0)).to(zeros)
+        random = torch.randn(self.zeros.shape, generator=torch.Generator().manual_seed(0)).to(self.zeros)
         (seen,), _ = self.response(random[None])
         kept = seen.flatten(1).norm(dim=1)
         telling = kept > _REMEMBERS * random.flatten(1).norm(dim=1)
@@ -167,10 +170,10 @@ class TransitionProbe:
             return None
         for family, axis in (("scalar", -2), ("diagonal", -2), ("diagonal", -1), ("elementwise", -2),
                              ("dense", -2), ("dense", -1)):  # fmt: skip
-            if zeros.ndim != 3 and family != "elementwise":
+            if random.ndim != 3 and family != "elementwise":
                 continue
             transition, _ = self.transition(family, axis)
-            off = (seen - apply_on(transition, random, axis)).flatten(1).norm(dim=1)
+            off = (seen - transition.apply_on(random, axis)).flatten(1).norm(dim=1)
             if bool((off <= _FITS * kept)[telling].all()):
                 return family, axis
         raise TransitionError(
@@ -180,51 +183,21 @@ class TransitionProbe:
 
     def transition(self, family: str, axis: int = -2) -> tuple[Transition, Tensor]:
         """T as a transition of `family`, and S."""
-        zeros = self.state()
+
+        def keys_first(state: Tensor) -> Tensor:
+            return state if axis == -2 else state.transpose(-1, -2)
+
         if family == "dense":
-            blocks = list(_identity_blocks(zeros, axis))
-            responses, end = self.response(torch.stack([block for block, _ in blocks]))
-            columns = [_columns(r, axis)[..., :width] for r, (_, width) in zip(responses, blocks, strict=True)]
-            return DenseTransition(torch.cat(columns, dim=-1)), end
-        (ones,), end = self.response(torch.ones_like(zeros)[None])
+            # states that together hold the columns of the identity over the keys, as many each as there are values
+            heads, keys, width = keys_first(self.zeros).shape
+            columns = torch.eye(keys, device=self.zeros.device).split(width, dim=1)
+            blocks = [F.pad(part, (0, width - part.shape[1])).expand(heads, -1, -1) for part in columns]
+            responses, end = self.response(torch.stack([keys_first(block) for block in blocks]))
+            return DenseTransition(torch.cat([*keys_first(responses)], dim=-1)[..., :keys].contiguous()), end
+        (ones,), end = self.response(torch.ones_like(self.zeros)[None])
         logs = ones.clamp_min(0).log().clamp_min(_LEAST_LOG)
         if family == "scalar":
             return ScalarTransition(logs.mean(dim=(-2, -1))), end
         if family == "diagonal":
-            return DiagonalTransition(_columns(logs, axis).mean(dim=-1)), end
+            return DiagonalTransition(keys_first(logs).mean(dim=-1)), end
         return ElementwiseTransition(logs), end
-
-
-def apply_on(transition: Transition, state: Tensor, axis: int) -> Tensor:
-    """T S for a state whose keys lie on `axis`."""
-    if axis == -2:
-        return transition.apply(state)
-    return transition.apply(state.transpose(-1, -2)).transpose(-1, -2)
-
-
-def new_cache_like(cache: Any) -> Any:
-    """An empty cache of the same kind and layers."""
-    fresh = copy.copy(cache)
-    fresh.layers = [type(layer)() for layer in cache.layers]
-    if hasattr(cache, "linear_cache"):
-        fresh.linear_cache = []
-    return fresh
-
-
-def _columns(state: Tensor, axis: int) -> Tensor:
-    return state if axis == -2 else state.transpose(-1, -2)
-
-
-def _identity_blocks(zeros: Tensor, axis: int) -> Iterator[tuple[Tensor, int]]:
-    """States that together hold the columns of the identity over the keys, and how many columns each holds."""
-    keys, width = _columns(zeros, axis).shape[-2:]
-    eye = torch.eye(keys, device=zeros.device)
-    for first in range(0, keys, width):
-        columns = eye[:, first : first + width]
-        block = zeros.new_zeros(zeros.shape[0], keys, width)
-        block[..., : columns.shape[1]] = columns
-        yield _columns(block, axis).contiguous(), columns.shape[1]
-
-
-def _rows(columns: Tensor | None, rows: int) -> Tensor | None:
-    return None if columns is None else columns[None].expand(rows, *columns.shape).contiguous()

@@ -1,4 +1,4 @@
-"""Listens to the scans of a backbone's linear layers, to read gates and keys off their arguments.
+"""Listens to the scans of a backbone's linear layers, and reads transitions off their arguments.
 
 transformers' linear layers call a scan function of their own file (which takes the kernels of flash-linear-attention
 or mamba-ssm where they are installed). For the length of one forward pass a listener stands there, which passes every
@@ -13,10 +13,12 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
+import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from comb.backbones.transformers_private import wrapped_functions
-from comb.hybrid.transition import Transition
+from comb.hybrid.transition import DenseTransition, ElementwiseTransition, ScalarTransition, Transition
 from comb.registry import Registry
 
 
@@ -37,7 +39,7 @@ S is None where subtracting T S_before from the layer's own final state is as go
 
 Heard = TypeVar("Heard")
 
-SCAN_READERS: Registry[ScanReader] = Registry("scan", "comb.hybrid.families")
+SCAN_READERS: Registry[ScanReader] = Registry("scan")
 """By the name of the scan's function in the model's module."""
 
 
@@ -50,11 +52,6 @@ def reads_scan(*names: str) -> Callable[[ScanReader], ScanReader]:
         return reader
 
     return add
-
-
-def read_scan(call: ScanCall, start: int) -> tuple[Transition, Tensor | None]:
-    """T, and perhaps S, of a call's tokens from `start` on."""
-    return SCAN_READERS.get(call.name)(call, start)
 
 
 @contextmanager
@@ -79,3 +76,58 @@ def listen(model: nn.Module, hear: Callable[[ScanCall], Heard]) -> Iterator[list
 
     with wrapped_functions(model, SCAN_READERS, listener):
         yield heard
+
+
+def _steps(steps: Tensor, bias: Tensor | None, softplus: bool | None) -> Tensor:
+    """Step sizes dt [tokens, channels] as a Mamba scan makes them."""
+    steps = steps if bias is None else steps + bias.to(steps.dtype)
+    return F.softplus(steps) if softplus else steps
+
+
+@reads_scan("mamba_selective_scan")
+def mamba(call: ScanCall, start: int) -> tuple[ElementwiseTransition, None]:
+    """log T = A sum of dt. Arguments: dt [1, channels, tokens], A [channels, state]."""
+    given = call.arguments
+    steps = _steps(given["dt"][0, :, start:].T, given.get("delta_bias"), given.get("delta_softplus"))
+    return ElementwiseTransition(steps.float().sum(dim=0)[:, None] * given["A"].float()), None
+
+
+@reads_scan("mamba2_chunk_scan")
+def mamba2(call: ScanCall, start: int) -> tuple[ScalarTransition, None]:
+    """log a_i = A dt_i. Arguments: dt [1, tokens, H], A [H]."""
+    given = call.arguments
+    steps = _steps(given["dt"][0, start:], given.get("dt_bias"), given.get("dt_softplus"))
+    least, most = given.get("dt_limit") or (0.0, float("inf"))
+    steps = steps.clamp(min=least, max=most)
+    return ScalarTransition((steps.float() * given["A"].float()).sum(dim=0)), None
+
+
+@reads_scan("torch_chunk_gated_delta_rule", "chunk_kimi_delta_attention")
+def delta_rule(call: ScanCall, start: int) -> tuple[DenseTransition, Tensor]:
+    """T and S by the layer's own scan, run once more with values [v | 0] from the state [0 | I].
+
+    A scan treats the columns of its state alike, so the columns behind the zero values come out as T. Arguments:
+    query, key, g, beta [1, tokens, H, ...] (as many heads as values), value [1, tokens, H, V].
+    """
+    arguments: dict[str, Any] = dict(call.arguments)
+    for name in ("query", "key", "value", "g", "beta"):
+        arguments[name] = arguments[name][:, start:]
+    key, value = arguments["key"], arguments["value"]
+    heads, width, channels = value.shape[2], value.shape[3], key.shape[3]
+    nothing = value.new_zeros(*value.shape[:3], channels)
+    initial = torch.zeros(1, heads, channels, width + channels, device=value.device)
+    initial[..., width:] = torch.eye(channels, device=value.device)
+    arguments |= {
+        "value": torch.cat([value, nothing], dim=-1), "initial_state": initial, "output_final_state": True,
+    }  # fmt: skip
+    _, last = call.function(**arguments)
+    last = last[0].float()
+    return DenseTransition(last[..., width:].contiguous()), last[..., :width].contiguous()
+
+
+def constant_decay(module: Any, tokens: int) -> ScalarTransition | None:
+    """T of a Lightning layer, whose decay per token is exp(-slope) whatever the token; None for other layers."""
+    slope = getattr(module, "slope_rate", None)
+    if not isinstance(slope, Tensor):
+        return None
+    return ScalarTransition(-slope.detach().reshape(-1).to(torch.float32) * tokens)

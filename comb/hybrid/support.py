@@ -13,14 +13,14 @@ from typing import Any, Literal
 
 import torch
 from torch import Tensor
+from transformers.cache_utils import DynamicLayer, LinearAttentionAndFullAttentionLayer, LinearAttentionLayer
 
 from comb.backbones.forward import StateCache
 from comb.backbones.identity import exclusive, identity_of
 from comb.backbones.rotary import RotaryEmbedding, why_length_dependent
-from comb.hybrid.caches import attention_layers, has_states, new_cache, odd_layers, read_state, run, states_of
-from comb.hybrid.families.scalar import constant_decay
-from comb.hybrid.probe import LayerRun, TransitionProbe, apply_on, watch_layers
-from comb.hybrid.scans import listen, read_scan
+from comb.hybrid.caches import attention_layers, new_cache, read_state, run, states_of
+from comb.hybrid.probe import LayerRun, TransitionProbe, watch_layers
+from comb.hybrid.scans import SCAN_READERS, constant_decay, listen
 from comb.hybrid.transition import Transition, TransitionError
 from comb.linking.positions import (
     UnmovableError,
@@ -34,6 +34,8 @@ from comb.linking.rotation import PositionMap, Rotation
 from comb.linking.support import distance, made_up_tokens, tolerance_of
 
 _TOKENS, _HEAD = 11, 5
+# of cache layers whose states and keys can be read and written
+_KINDS = (DynamicLayer, LinearAttentionLayer, LinearAttentionAndFullAttentionLayer)
 
 Source = Literal["scan", "decay", "probe"]
 
@@ -81,31 +83,26 @@ class HybridSupport:
         return max((layer.kernel for layer in self.linear.values()), default=0)
 
 
-def is_hybrid(model: Any) -> bool:
-    """Whether `model`'s cache has layers that keep a state instead of keys and values per token."""
-    return bool(identity_of(model).fact("is hybrid", lambda: has_states(model)))
-
-
 def find_hybrid_support(model: Any) -> HybridSupport:
     """How `model` is linked, found anew when its weights have changed.
 
     Raises:
         UnmovableError: when it can't be, with the reason.
     """
-    found: HybridSupport | str = identity_of(model).fact("hybrid support", lambda: _find(model))
+
+    def find() -> HybridSupport | str:
+        try:
+            with exclusive(model):
+                return _try(model)
+        except (UnmovableError, TransitionError) as error:
+            return str(error)
+        except (RuntimeError, TypeError, ValueError, KeyError, IndexError, AttributeError, AssertionError) as error:
+            return f"its layers of states are read in no known way ({type(error).__name__}: {error})"
+
+    found: HybridSupport | str = identity_of(model).fact("hybrid support", find)
     if isinstance(found, str):
         raise UnmovableError(found)
     return found
-
-
-def _find(model: Any) -> HybridSupport | str:
-    try:
-        with exclusive(model):
-            return _try(model)
-    except (UnmovableError, TransitionError) as error:
-        return str(error)
-    except (RuntimeError, TypeError, ValueError, KeyError, IndexError, AttributeError, AssertionError) as error:
-        return f"its layers of states are read in no known way ({type(error).__name__}: {error})"
 
 
 @dataclass
@@ -134,7 +131,8 @@ class Recording:
 def record(model: Any, token_ids: list[int], start: int) -> Recording:
     """Runs `token_ids` from position zero in an empty cache, listening."""
     cache = new_cache(model)
-    with listen(model, lambda call: read_scan(call, start)) as readings, watch_layers(model, cache) as layers:
+    reading = listen(model, lambda call: SCAN_READERS.get(call.name)(call, start))
+    with reading as readings, watch_layers(model, cache) as layers:
         hidden = run(model, token_ids, cache, 0)
     assert hidden is not None
     return Recording(token_ids, start, cache, hidden, readings, layers)
@@ -157,7 +155,10 @@ def transition_of(
 def _try(model: Any) -> HybridSupport:
     if any(parameter.is_meta for parameter in model.parameters()):
         raise UnmovableError("its weights are on the meta device")
-    odd = odd_layers(model)
+    layers: list[Any] = new_cache(model).layers
+    odd = sorted({type(layer).__name__ for layer in layers if type(layer) not in _KINDS})
+    if any(getattr(layer, "number_of_states", 1) != 1 for layer in layers):
+        odd.append("several states in one layer")
     if odd:
         raise UnmovableError(
             f"its cache has layers of kinds that can't be moved or composed: {', '.join(odd)} (sliding windows drop "
@@ -171,7 +172,18 @@ def _try(model: Any) -> HybridSupport:
         raise UnmovableError("none of its layers has keys and values: transformers can't tell how long its cache is")
     if not bool(torch.isfinite(whole.hidden).all()):
         raise UnmovableError(f"the backbone computes NaN or infinite hidden states in {model.dtype}")
-    step = _step(model, whole)
+    # the most tokens of a pass that goes on from a state as one pass over everything would
+    for step in (None, 1):
+        cache = new_cache(model)
+        run(model, whole.token_ids[:_HEAD], cache, 0)
+        hidden = run(model, whole.token_ids[_HEAD:], cache, _HEAD, step=step)
+        assert hidden is not None
+        if distance(hidden, whole.hidden[_HEAD:]) <= tolerance_of(model):
+            break
+    else:
+        raise UnmovableError(
+            "its forward pass doesn't continue a cache of states and keys exactly, not even token by token"
+        )
     positions = find_positions(model, partial(new_cache, model))
     if reason := why_length_dependent(model):
         raise UnmovableError(reason)
@@ -185,20 +197,6 @@ def _try(model: Any) -> HybridSupport:
     return HybridSupport(replace(positions, sources=tuple(sources)), linear, attention, step, modules)
 
 
-def _step(model: Any, whole: Recording) -> int | None:
-    """The most tokens of a pass that goes on from a state as one pass over everything would."""
-    for step in (None, 1):
-        cache = new_cache(model)
-        for first, last in ((0, _HEAD), (_HEAD, _TOKENS)):
-            hidden = run(model, whole.token_ids[first:last], cache, first, step=step if first else None)
-        assert hidden is not None
-        if distance(hidden, whole.hidden[_HEAD:]) <= tolerance_of(model):
-            return step
-    raise UnmovableError(
-        "its forward pass doesn't continue a cache of states and keys exactly, not even token by token"
-    )
-
-
 def _linear_layer(
     model: Any, whole: Recording, number: int, seen: Tensor | None, step: int | None, sources: list[RotaryEmbedding]
 ) -> LinearLayer:
@@ -208,15 +206,19 @@ def _linear_layer(
     if state is None:
         return LinearLayer("convolution", None, kernel=kernel)
     probe = TransitionProbe(model, whole.layers[number], whole.cache, _HEAD, step=step)
-    known = probe.classify()
+    known, tolerance = probe.classify(), tolerance_of(model)
     source: Source = "probe"
     if number in whole.scans:
         transition, _ = whole.scans[number]
-        same = known is not None and known[0] == transition.family
-        axis = known[1] if known is not None and same else _key_axis(transition, state)
+        family = transition.family
+        if known is not None and known[0] == family:
+            axis = known[1]
+        else:  # the first axis of a state of heads, unless its size says otherwise
+            last = family in ("dense", "diagonal") and state.shape[-2] != transition.tensor.shape[-1]
+            axis = -1 if last else -2
         # what the scan computes holds for all tokens; what the probe sees may be less, as where little is remembered
-        if _agrees(transition, probe, axis, model):
-            known, source = (transition.family, axis), "scan"
+        if probe.agrees(transition, axis, tolerance):
+            known, source = (family, axis), "scan"
     if known is None:
         raise UnmovableError(
             f"layer {number} forgets its state within {len(whole.token_ids) - _HEAD} tokens, so how it carries one on "
@@ -232,27 +234,11 @@ def _linear_layer(
             f"layer {number} rotates keys by their position inside of a {family} linear layer: the state of a segment "
             "can't be moved to another position"
         )
-    found = LinearLayer(family, source, axis, kernel, rotation, state.dtype)
-    if source == "probe" and family == "scalar" and constant_decay(whole.layers[number].module, 1) is not None:
-        candidate = replace(found, source="decay")
-        transition, _ = transition_of(model, whole, number, candidate, step)
-        if _agrees(transition, probe, axis, model):
-            return candidate
-    return found
-
-
-def _key_axis(transition: Transition, state: Tensor) -> int:
-    """The first axis of a state of heads, unless its size says otherwise."""
-    keys = transition.tensor.shape[-1]
-    return -1 if transition.family in ("dense", "diagonal") and state.shape[-2] != keys else -2
-
-
-def _agrees(transition: Transition, probe: TransitionProbe, axis: int, model: Any) -> bool:
-    zeros = probe.state()
-    random = torch.randn(zeros.shape, generator=torch.Generator().manual_seed(1)).to(zeros)
-    (seen,), _ = probe.response(random[None])
-    # relative to what went in: a layer that forgets everything leaves nothing but rounding to compare
-    return float((seen - apply_on(transition, random, axis)).norm() / random.norm()) <= tolerance_of(model)
+    if source == "probe" and family == "scalar":
+        decay = constant_decay(whole.layers[number].module, len(whole.token_ids) - _HEAD)
+        if decay is not None and probe.agrees(decay, axis, tolerance):
+            source = "decay"
+    return LinearLayer(family, source, axis, kernel, rotation, state.dtype)
 
 
 def read_states(cache: Any, number: int) -> Tensor | None:

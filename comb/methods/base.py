@@ -85,6 +85,7 @@ class DecodeState:
         attention_mask: [rows, prompt tokens], 0 at padding.
         past_key_values: covers a strict prefix of `input_ids`, or None.
         documents: per row, the PICaches that COMB's decoder reads; None when there are none in any row.
+        prefix_tokens: per row, how many of its first tokens read none of them; None is none.
         recomputed: per row, document tokens that the backbone prefilled again.
         passed: tokens that have passed through the backbone while the state was made, as `counted_passes` counts them.
         head_tokens: of the prompt's head, that were cached.
@@ -99,6 +100,7 @@ class DecodeState:
     attention_mask: torch.Tensor
     past_key_values: Cache | None = None
     documents: list[list[PICache]] | None = None
+    prefix_tokens: list[int] | None = None
     recomputed: tuple[int, ...] = (0,)
     passed: float = 0.0
     head_tokens: int = 0
@@ -198,7 +200,10 @@ class DecodeState:
                     extra[cache_argument(self.model, past)] = past
                 # a cache of states takes the mask of its new tokens only
                 seen = mask[:, start + first : end] if isinstance(past, StateCache) else mask[:, :end]
-                outputs.append(self.model(input_ids=part, attention_mask=seen, **extra))
+                if first == 0 and self.prefix_tokens is not None:
+                    outputs.append(self.model(part, seen, prefix_tokens=self.prefix_tokens, **extra))
+                else:
+                    outputs.append(self.model(input_ids=part, attention_mask=seen, **extra))
         logits = torch.cat([output.logits[0].float() for output in outputs])
         check_logits(logits)
         return logits[-len(answer_ids) :]
@@ -227,7 +232,7 @@ class DecodeState:
             if copies > 1:
                 repeat_rows(past, copies)
         if self.documents is not None:
-            generate_kwargs["documents"] = self.documents
+            generate_kwargs |= {"documents": self.documents, "prefix_tokens": self.prefix_tokens}
         self._check_crossing(generate_kwargs)
         with exclusive(self.model), generating_behind(self.model, past):
             settle(backbone_of(self.model), self.input_ids.shape[1])

@@ -8,12 +8,14 @@ from typing import Any
 
 import torch
 
+from comb.backbones.forward import counted_passes
 from comb.backbones.identity import exclusive
 from comb.cache.picache import CrossPICache, PICache
 from comb.linking.support import takes_padded_rows
 from comb.methods.base import DecodeState, LinkRequest, Method
 from comb.methods.continuation import continue_tokens, pass_size, why_not_continue
 from comb.methods.past_state import PastState
+from comb.methods.prefixes import behind_prefix
 from comb.methods.registry import register
 from comb.waits import all_finite
 
@@ -21,6 +23,8 @@ from comb.waits import all_finite
 @register("comb")
 class Comb(Method):
     """Documents as keys and values of the cross blocks; the decoder's own prompt is head + query.
+
+    With an adapter of `CombConfig.exact_prefix` the head reads no documents, and is cached as any method's.
 
     Position-independent by construction: segments are encoded alone from position zero, and cross-attention has no
     positions, so neither the order of the documents nor their neighbours matter.
@@ -75,13 +79,25 @@ class Comb(Method):
         return picaches
 
     def link_batch(self, rows: Sequence[LinkRequest]) -> DecodeState:
-        """Left-padded rows of the decoder's own tokens, and what they read."""
+        """Left-padded rows of the decoder's own tokens, and what they read. One row goes on from its cached head."""
         prompts = [_own(row) for row in rows]
         for row, prompt in zip(rows, prompts, strict=True):
             self._check(row)
             self.check_prompt(0, len(prompt))
+        # the last token always reads: what is asked about documents stands behind them
+        heads = [min(len(row.head_ids), len(prompt) - 1) if row.picaches else 0
+                 for row, prompt in zip(rows, prompts, strict=True)]  # fmt: skip
+        exact = self.model.config.exact_prefix and any(heads)
+        if exact and len(rows) == 1 and heads[0] == len(rows[0].head_ids):
+            with exclusive(self.model), counted_passes() as passed:
+                past, head_tokens, _ = behind_prefix(self, rows[0], None)
+                if past is not None:
+                    state = self.continue_row(past, rows[0])
+                    state.passed, state.head_tokens = state.passed + passed.tokens, head_tokens
+                    return state
         input_ids, attention_mask = self.tensors(prompts)
         state = DecodeState(self.model, input_ids, attention_mask, recomputed=(0,) * len(rows))
+        state.prefix_tokens = heads if exact else None
         return self._reading(state, rows)
 
     def why_not_continue(self) -> str:

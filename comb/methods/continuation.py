@@ -8,8 +8,8 @@ from typing import Any
 from comb.backbones.forward import counted_passes
 from comb.backbones.identity import exclusive
 from comb.backbones.rotary import why_length_dependent
-from comb.hybrid.caches import run
-from comb.hybrid.support import find_hybrid_support, is_hybrid
+from comb.hybrid.caches import is_hybrid, run
+from comb.hybrid.support import find_hybrid_support
 from comb.linking.cache import fork_cache
 from comb.linking.positions import UnmovableError
 from comb.linking.support import check_keys_cached

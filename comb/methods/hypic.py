@@ -10,11 +10,12 @@ import torch
 from comb.backbones.forward import counted_passes
 from comb.backbones.identity import exclusive
 from comb.cache.picache import PICache
+from comb.hybrid.caches import is_hybrid
 from comb.hybrid.compile import compile_segment
 from comb.hybrid.link import Mode, link_segments
 from comb.hybrid.packed import linker_for
 from comb.hybrid.picache import HybridPICache
-from comb.hybrid.support import HybridSupport, find_hybrid_support, is_hybrid
+from comb.hybrid.support import HybridSupport, find_hybrid_support
 from comb.linking.cache import fork_cache
 from comb.linking.support import check_keys_cached
 from comb.methods.base import DecodeState, LinkRequest

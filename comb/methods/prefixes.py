@@ -17,8 +17,9 @@ import torch
 
 from comb.backbones.identity import notice_rows, weights_fingerprint
 from comb.cache.picache import DecoderPICache
+from comb.hybrid.caches import is_hybrid
 from comb.hybrid.compile import extend, restore
-from comb.hybrid.support import find_hybrid_support, is_hybrid
+from comb.hybrid.support import find_hybrid_support
 from comb.linking.compile import cache_of, compile_tokens
 from comb.locks import lock_of
 from comb.methods.base import LinkRequest, Method

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import pytest
@@ -12,10 +13,18 @@ from torch import Tensor
 
 from comb.backbones.rotary import RotaryEmbedding
 from comb.hybrid.caches import last_columns, shift_in
-from comb.hybrid.families import dense, diagonal, elementwise, scalar
 from comb.hybrid.picache import SegmentState
-from comb.hybrid.transition import TRANSITIONS, Transition, TransitionError
+from comb.hybrid.transition import (
+    TRANSITIONS,
+    DenseTransition,
+    DiagonalTransition,
+    ElementwiseTransition,
+    ScalarTransition,
+    Transition,
+    TransitionError,
+)
 from comb.linking.rotation import PositionMap, Rotation
+from tests.helpers.recurrences import dense_of, elementwise_recurrence, recurrence
 
 HEADS, KEYS, VALUES = 3, 12, 20
 LENGTHS = (70, 1, 65, 30)
@@ -46,21 +55,20 @@ def make(family: str, tokens: int, generator: torch.Generator) -> Run:
     keys, values = random(tokens, HEADS, KEYS), random(tokens, HEADS, VALUES)
     if family == "scalar":
         gates = slow(tokens, HEADS)
-        return Run(lambda state: scalar.recurrence(gates, keys, values, state), scalar.of_gates(gates))
+        return Run(partial(recurrence, gates, keys, values), ScalarTransition(gates.sum(dim=0)))
     if family == "diagonal":
         gates = slow(tokens, HEADS, KEYS)
-        return Run(lambda state: diagonal.recurrence(gates, keys, values, state), diagonal.of_gates(gates))
+        return Run(partial(recurrence, gates, keys, values), DiagonalTransition(gates.sum(dim=0)))
     if family == "elementwise":
         steps, rates = -slow(tokens, VALUES), -1 + slow(VALUES, KEYS)
-        one, other = keys[:, 0], values[:, 0]
-        run: Callable[[Tensor], Tensor] = lambda state: elementwise.recurrence(steps, rates, one, other, state)  # noqa: E731
-        return Run(run, elementwise.of_steps(steps, rates))
+        run = partial(elementwise_recurrence, steps, rates, keys[:, 0], values[:, 0])
+        return Run(run, ElementwiseTransition(steps.sum(dim=0)[:, None] * rates))
     keys = torch.nn.functional.normalize(keys, dim=-1)
     betas = torch.rand(tokens, HEADS, generator=generator, dtype=torch.float64) * (2 if family == "negative" else 0.3)
     gates = slow(tokens, HEADS, KEYS) if family == "kda" else slow(tokens, HEADS)
     if family == "deltanet":
         gates = torch.zeros_like(gates)
-    return Run(lambda state: dense.recurrence(gates, betas, keys, values, state), dense.of_gates(gates, betas, keys))
+    return Run(partial(recurrence, gates, keys, values, betas=betas), dense_of(gates, betas, keys))
 
 
 FAMILIES = ("scalar", "diagonal", "elementwise", "deltanet", "gdn", "negative", "kda")
@@ -109,14 +117,14 @@ def test_dense_transitions_never_amplify(family: str) -> None:
     transition = make(family, 200, torch.Generator().manual_seed(2)).transition
     exact = torch.linalg.matrix_norm(transition.tensor, 2)
     assert float(exact.amax()) <= 1 + 1e-12
-    assert isinstance(transition, dense.DenseTransition)
+    assert isinstance(transition, DenseTransition)
     bound = transition.norm_bound()
     assert bool((bound <= exact + 1e-12).all())
     assert bool((bound > 0.5 * exact).all())
     transition.check()
     transition.stored(torch.float16).check()
     with pytest.raises(TransitionError, match="amplifies"):
-        dense.DenseTransition(torch.eye(KEYS).expand(HEADS, -1, -1) * 1.02).check()
+        DenseTransition(torch.eye(KEYS).expand(HEADS, -1, -1) * 1.02).check()
 
 
 @pytest.mark.parametrize("exponent", [0, -8, -13, -18, -25, -37, -44])
@@ -124,11 +132,11 @@ def test_transitions_that_have_forgotten_everything_pass(exponent: int) -> None:
     """Long segments: squares of their entries underflow in float32, which must not look like growth."""
     tensor = torch.randn(HEADS, KEYS, KEYS, generator=torch.Generator().manual_seed(5)) * 0.1
     tensor = (tensor.double() * 10.0**exponent).float()
-    transition = dense.DenseTransition(tensor)
+    transition = DenseTransition(tensor)
     transition.check()
     exact = torch.linalg.matrix_norm(tensor.double(), 2)
     assert bool((transition.norm_bound().double() <= exact * (1 + 1e-5) + 1e-37).all())
-    dense.DenseTransition(torch.zeros(HEADS, KEYS, KEYS)).check()
+    DenseTransition(torch.zeros(HEADS, KEYS, KEYS)).check()
 
 
 @pytest.mark.parametrize("family", ["scalar", "diagonal", "elementwise", "dense"])
@@ -146,7 +154,7 @@ def test_damaged_transitions_are_noticed(family: str) -> None:
 
 def test_logarithms_do_not_underflow() -> None:
     """A hundred segments that each decay by e^-40 and their inverse shares: the sum is exact, a product would be 0."""
-    short = scalar.ScalarTransition(torch.full((2,), -40.0))
+    short = ScalarTransition(torch.full((2,), -40.0))
     long = short
     for _ in range(99):
         long = short.after(long)
@@ -181,12 +189,12 @@ def rotated_run(family: str, offset: int, tokens: int = 40) -> Any:
     wide = -0.05 * torch.rand(tokens, HEADS, KEYS, generator=generator).double()
     zeros = torch.zeros(HEADS, KEYS, VALUES, dtype=torch.float64)
     if family == "scalar":
-        return scalar.of_gates(wide[..., 0]), scalar.recurrence(wide[..., 0], keys, values, zeros)
+        return ScalarTransition(wide[..., 0].sum(dim=0)), recurrence(wide[..., 0], keys, values, zeros)
     if family == "diagonal":
-        return diagonal.of_gates(wide), diagonal.recurrence(wide, keys, values, zeros)
+        return DiagonalTransition(wide.sum(dim=0)), recurrence(wide, keys, values, zeros)
     betas = torch.rand(tokens, HEADS, generator=generator).double()
     gates = wide if family == "kda" else wide[..., 0]
-    return dense.of_gates(gates, betas, keys), dense.recurrence(gates, betas, keys, values, zeros)
+    return dense_of(gates, betas, keys), recurrence(gates, keys, values, zeros, betas=betas)
 
 
 @pytest.mark.parametrize(("family", "exact"), [("scalar", True), ("gdn", True), ("kda", False), ("diagonal", False)])

@@ -20,8 +20,7 @@ import transformers as tf
 from torch import Tensor
 
 from comb import methods
-from comb.hybrid.families.dense import DenseTransition
-from comb.hybrid.families.scalar import ScalarTransition
+from comb.hybrid.transition import DenseTransition, ScalarTransition
 from comb_serving.pool.capability import PoolHandle
 from tests.helpers.hybrids import BASE, PATTERN, slow_decays
 from tests.helpers.linked import FRONT, LinkedPrompt

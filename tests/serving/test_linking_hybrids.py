@@ -252,7 +252,6 @@ def test_states_are_captured_chunk_by_chunk_and_composed(tokens: int, monkeypatc
     layer: StateLayer = state_layer("layer", mamba)
     states = DocumentStates({"layer": layer})
     states.attach({"layer": 0})
-    listener: Any = states._listener
     memory = torch.full((states.nbytes,), 255, dtype=torch.uint8)
     handle, blocks = PoolHandle(tokens + 3, (0,)), ([1],)
     gates, keys = -torch.rand(tokens, 4), torch.randn(tokens, 4, 6)
@@ -265,11 +264,11 @@ def test_states_are_captured_chunk_by_chunk_and_composed(tokens: int, monkeypatc
             continue
         command = CaptureCommand(handle, blocks, False, end == tokens)
         states.listen([command])
-        assert listener.wanted == {1: 0}
+        assert states.wanted == {1: 0}
         cut = slice(start, end)
         state.copy_(recurrence(gates[cut], keys[cut], values[cut], state))
         columns.copy_(torch.cat([columns, raw[cut]])[-3:])
-        listener.heard["layer", 1] = ScalarTransition(gates[cut].sum(dim=0))
+        states.heard["layer", 1] = ScalarTransition(gates[cut].sum(dim=0))
         states.capture(command, memory)
     assert states.damaged(memory) == ""
     before, others = torch.randn(4, 6, 5), torch.randn(3, 7)

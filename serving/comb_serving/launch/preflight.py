@@ -14,9 +14,9 @@ from comb.backbones.damage import check_settings
 from comb.backbones.loading import backbone_of_adapter, load_config, resolve_name, trained_quantised
 from comb.backbones.settings import PEFT
 from comb.backbones.tokenizer import load_tokenizer
-from comb.files import read_json
 from comb.documents.found import check_sizes
-from comb.linktokens.config import LinkTokensConfig
+from comb.files import read_json
+from comb.linktokens.front import LinkTokensConfig
 from comb.methods.fronts import DUMMIES
 from comb.model.config import CombConfig
 from comb.model.weights import check_checkpoint

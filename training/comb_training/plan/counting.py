@@ -11,15 +11,14 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from comb.backbones.loading import HUB_ARGUMENTS, load_config
-from comb.linktokens.config import LinkTokensConfig
-from comb.linktokens.front import key_values
+from comb.linktokens.front import LinkTokensConfig, key_values
 from comb.linktokens.modeling import LinkTokensForCausalLM
 from comb.model.modeling import CombForCausalLM
 from comb_training.config import Config
 from comb_training.models import training_method
 from comb_training.models.comb import add_encoder_lora
 from comb_training.models.linktokens import starting_tokens
-from comb_training.models.loading import dtype_of, shaping_options
+from comb_training.models.method import dtype_of, shaping_options
 
 Trained = CombForCausalLM | LinkTokensForCausalLM
 
