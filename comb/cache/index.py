@@ -25,39 +25,31 @@ class IntegrityError(AssertionError):
 
 @dataclass(eq=False)
 class IndexEntry(Generic[V]):
-    """What one tier keeps under a key.
-
-    Args:
-        size: what it takes of the tier's budget.
-        value: whatever the owner of the index keeps there.
-        expires_at: by the index's clock; inf: never.
-        references: how many users hold it.
-        tier: name of the tier that it is in, or was in last.
-    """
+    """What one tier keeps under a key."""
 
     key: str
-    size: int
-    value: V
-    expires_at: float = math.inf
-    references: int = 0
-    tier: str = ""
+    size: int  # of the tier's budget
+    value: V  # whatever the owner of the index keeps there
+    expires_at: float = math.inf  # by the index's clock
+    references: int = 0  # of users that hold it
+    tier: str = ""  # that it is in, or was in last
 
 
 @dataclass(eq=False)
 class Claim:
-    """A key that `owner` compiles or moves. `dropped`: it was dropped meanwhile, so the result is not to be kept."""
+    """A key that `owner` compiles or moves."""
 
     owner: Any
-    dropped: bool = False
+    dropped: bool = False  # meanwhile, so the result is not to be kept
 
 
 @dataclass
 class Tier(Generic[V]):
-    """Entries by key, least recently used first. `used`: of its budget (None: unbounded), by entries and held ones."""
+    """Entries by key, least recently used first."""
 
-    budget: int | None
+    budget: int | None  # None: unbounded
     entries: OrderedDict[str, IndexEntry[V]] = field(default_factory=OrderedDict)
-    used: int = 0
+    used: int = 0  # of the budget, by entries and held ones
     counts: Counter[str] = field(default_factory=Counter)
 
     def admits(self, size: int) -> bool:
@@ -97,11 +89,9 @@ class CacheIndex(Generic[V]):
         self.held: set[IndexEntry[V]] = set()
         self.expired = 0
 
-    # ---- entries ----
-
     def get(self, key: str) -> IndexEntry[V] | None:
         """The uppermost entry of `key`; None if there is none, or its time is over."""
-        self._drop_expired([key])
+        self.drop_expired([key])
         return next((tier.entries[key] for tier in self.tiers.values() if key in tier.entries), None)
 
     def add(self, tier: str, entry: IndexEntry[V]) -> None:
@@ -155,8 +145,6 @@ class CacheIndex(Generic[V]):
             self.tiers[entry.tier].used -= entry.size
             self.freed(entry)
 
-    # ---- pins, expiry, removal ----
-
     def pin(self, key: str) -> bool:
         """Keeps `key` from being evicted until as many `unpin`; False (and no pin) if it is neither here nor claimed.
 
@@ -208,41 +196,22 @@ class CacheIndex(Generic[V]):
 
     def clear(self) -> None:
         """Drops every key."""
-        for key in {*self.claims, *self.pins, *self._keys()}:
+        for key in {*self.claims, *self.pins, *(key for tier in self.tiers.values() for key in tier.entries)}:
             self.drop(key)
 
-    def drop_expired(self) -> int:
-        """Drops all keys whose time is over, pinned or not; returns how many there were."""
-        before = self.expired
-        self._drop_expired(self._keys())
-        return self.expired - before
-
-    def _keys(self) -> set[str]:
-        return {key for tier in self.tiers.values() for key in tier.entries}
-
-    def _drop_expired(self, keys: Iterable[str]) -> None:
-        for key in keys:
+    def drop_expired(self, keys: Iterable[str] | None = None) -> None:
+        """Drops the keys whose time is over, pinned or not: of `keys`, or of all."""
+        for key in {key for tier in self.tiers.values() for key in tier.entries} if keys is None else keys:
             found = [tier.entries[key] for tier in self.tiers.values() if key in tier.entries]
             if any(entry.expires_at <= self.clock() for entry in found):
                 self.expired += 1
                 self.drop(key)
-
-    # ---- claims ----
 
     def claim(self, key: str, owner: Any) -> Claim:
         """Marks a key that nobody has claimed as being worked on."""
         assert key not in self.claims, key
         self.claims[key] = Claim(owner)
         return self.claims[key]
-
-    def land(self, key: str, claim: Claim) -> bool:
-        """Ends a claim; False if it has ended already."""
-        ended = self.claims.get(key) is claim
-        if ended:
-            del self.claims[key]
-        return ended
-
-    # ---- state ----
 
     @property
     def pinned_size(self) -> int:

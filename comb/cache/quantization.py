@@ -26,14 +26,14 @@ import torch
 from torch import Tensor
 
 from comb.cache.picache import PICACHE_KINDS, PICache, register_kind
+from comb.waits import truths
 
 SCHEMES: dict[str, tuple[torch.dtype, float]] = {
     "int8": (torch.int8, 127.0),
     "fp8": (torch.float8_e4m3fn, 448.0),
     "int4": (torch.uint8, 15.0),  # two to a byte
 }
-GROUP = 64
-"""Numbers that share a step in four bits."""
+GROUP = 64  # numbers that share a step in four bits
 
 
 def check_scheme(scheme: object) -> str:
@@ -59,10 +59,17 @@ def quantize(tensor: Tensor, scheme: str, dim: int = -1) -> tuple[Tensor, Tensor
     dtype, largest = SCHEMES[check_scheme(scheme)]
     wide = tensor.float()
     if scheme == "int4":
-        return _quantize_groups(wide, largest, dim % wide.ndim)
+        dim %= wide.ndim
+        if wide.shape[-1] % 2:
+            raise ValueError(f"int4 keeps two channels in a byte, and heads have {wide.shape[-1]}: use int8")
+        bounds = [group.aminmax(dim=dim, keepdim=True) for group in wide.split(GROUP, dim)]
+        lowest, highest = (torch.cat(each, dim) for each in zip(*bounds, strict=True))
+        ranges = _storable(torch.stack([lowest, (highest - lowest) / largest], -1), wide)
+        lowest, step = _spread(ranges, dim, wide.shape[dim])
+        codes = ((wide - lowest) / torch.where(step > 0, step, 1.0)).round_().clamp_(0, largest).byte()
+        return codes[..., ::2] | codes[..., 1::2] << 4, ranges
     scale = _storable(wide.abs().amax(dim=-1, keepdim=True) / largest, wide)
-    scaled = wide / torch.where(scale > 0, scale.float(), 1.0)
-    scaled = scaled.clamp_(-largest, largest)
+    scaled = (wide / torch.where(scale > 0, scale.float(), 1.0)).clamp_(-largest, largest)
     return (scaled.round_() if dtype == torch.int8 else scaled).to(dtype), scale
 
 
@@ -75,17 +82,6 @@ def dequantize(data: Tensor, scale: Tensor, dtype: torch.dtype, dim: int = -1) -
     return (codes * step + lowest).to(dtype)
 
 
-def _quantize_groups(wide: Tensor, largest: float, dim: int) -> tuple[Tensor, Tensor]:
-    if wide.shape[-1] % 2:
-        raise ValueError(f"int4 keeps two channels in a byte, and heads have {wide.shape[-1]}: use int8")
-    bounds = [group.aminmax(dim=dim, keepdim=True) for group in wide.split(GROUP, dim)]
-    lowest, highest = (torch.cat(each, dim) for each in zip(*bounds, strict=True))
-    ranges = _storable(torch.stack([lowest, (highest - lowest) / largest], -1), wide)
-    lowest, step = _spread(ranges, dim, wide.shape[dim])
-    codes = ((wide - lowest) / torch.where(step > 0, step, 1.0)).round_().clamp_(0, largest).byte()
-    return codes[..., ::2] | codes[..., 1::2] << 4, ranges
-
-
 def _spread(ranges: Tensor, dim: int, count: int) -> tuple[Tensor, ...]:
     """Lowest numbers and steps of each number, of `count` along `dim`."""
     return ranges.float().repeat_interleave(GROUP, dim).narrow(dim, 0, count).unbind(-1)
@@ -96,8 +92,7 @@ def _storable(scale: Tensor, wide: Tensor) -> Tensor:
     half, size = scale.half(), scale.abs()
     # below its normal numbers float16 loses precision, above its range everything
     fits = torch.isfinite(half) & ((size >= torch.finfo(torch.float16).smallest_normal) | (size == 0))
-    # one wait for a GPU, not two
-    finite, storable = torch.stack([torch.isfinite(wide).all(), fits.all()]).tolist()
+    finite, storable = truths(torch.isfinite(wide).all(), fits.all())
     if not finite:
         raise ValueError(
             "a tensor with NaN or infinity can't be quantised: the model's weights are damaged or overflow"
@@ -122,12 +117,6 @@ class QuantizedPICache(PICache):
     data: Mapping[str, Tensor]
     scales: Mapping[str, Tensor]
     kind: ClassVar[str] = "quantized"
-
-    @property
-    def scheme(self) -> str:
-        """``"int8"``, ``"fp8"`` or ``"int4"``."""
-        found = {tensor.dtype for name, tensor in self.data.items() if name in self.scales}
-        return next(scheme for scheme, (dtype, _) in SCHEMES.items() if dtype in found)
 
     @property
     def num_tokens(self) -> int:
@@ -155,10 +144,9 @@ class QuantizedPICache(PICache):
 
     def dequantize(self, fingerprint: str) -> PICache:
         """The other PICache, for a consumer that knows it under `fingerprint`."""
-        opened = {
-            name: dequantize(self.data[name], scale, self.dtype, _grouped(name)) for name, scale in self.scales.items()
-        }
-        tensors = {**self.data, **opened}
+        tensors = dict(self.data)
+        for name, scale in self.scales.items():
+            tensors[name] = dequantize(tensors[name], scale, self.dtype, _grouped(name))
         return PICACHE_KINDS.get(self.inner).from_tensors(fingerprint, tensors)
 
 

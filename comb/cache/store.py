@@ -51,14 +51,12 @@ class StoreFullError(RuntimeError):
 
 @dataclass(frozen=True)
 class PICacheRef:
-    """One PICache that a call holds, on the store's device.
-
-    tier: where it was found: "device", "host", "disk", or "compiled" where it wasn't.
-    """
+    """One PICache that a call holds, on the store's device."""
 
     key: str
     picache: PICache
     tier: str
+    """Where it was found: "device", "host", "disk", or "compiled" where it wasn't."""
 
     @property
     def hit(self) -> bool:
@@ -75,7 +73,7 @@ class AcquiredPICaches(Mapping[str, PICacheRef], AbstractContextManager["Acquire
     def __init__(self, store: PICacheStore, keys: Sequence[str], expires_at: float) -> None:
         self._store, self._expires_at = store, expires_at
         self._wanted = list(keys)  # neither held nor claimed
-        self._held: dict[str, tuple[StoreEntry, str]] = {}
+        self._held: dict[str, tuple[StoreEntry, str]] = {}  # and the tier that each was found in
         self._claimed: dict[str, Claim] = {}
         self._evicted: list[tuple[StoreEntry, Claim]] = []  # to be moved down
 
@@ -84,9 +82,12 @@ class AcquiredPICaches(Mapping[str, PICacheRef], AbstractContextManager["Acquire
 
         Waits for what others are compiling, if nothing else is missing; what they failed to compile is missing here.
         """
+        index, device, changed = self._store._index, self._store._device, self._store._changed
         while not self._claimed and self._wanted:
-            self._store._wait_for_any(self._wanted)
-            self._store._take(self)
+            with changed:
+                while all(key in index.claims and key not in device.entries for key in self._wanted):
+                    changed.wait()
+            self._take()
         return list(self._claimed)
 
     def add(self, picaches: Sequence[PICache]) -> None:
@@ -99,11 +100,87 @@ class AcquiredPICaches(Mapping[str, PICacheRef], AbstractContextManager["Acquire
         keys = list(self._claimed)
         if len(picaches) != len(keys) or not all(isinstance(picache, PICache) for picache in picaches):
             raise ValueError(f"expected one PICache for each of {len(keys)} missing keys, got {picaches!r}")
-        self._store._add(self, [(key, picache) for key, picache in zip(keys, picaches, strict=True)])
+        entries = []
+        for key, picache in zip(keys, picaches, strict=True):
+            own = picache.to(self._store.device).standalone()
+            entries.append(IndexEntry(key, own.nbytes, own, self._expires_at))
+        self._admit(entries, "compiled")
+        self._store._move_down(self._evicted)
 
     def release(self) -> None:
         """Lets go of everything; a second call does nothing."""
-        self._store._release(self)
+        store = self._store
+        with store._changed:
+            for entry, _ in self._held.values():
+                store._index.release(entry)
+            for key, claim in self._claimed.items():
+                store._land(key, claim)
+            self._held, self._claimed, self._wanted = {}, {}, []
+        store._move_down(self._evicted)
+
+    def _take(self) -> None:
+        """Holds what is here, and claims what nobody works on."""
+        store, busy = self._store, []
+        with store._changed:
+            for key in self._wanted:
+                entry, claim = store._index.get(key), store._index.claims.get(key)
+                if entry is not None and entry.tier == "device":
+                    self._hold(entry, "device")
+                    store._device.touch(key)
+                elif claim is None:
+                    self._claimed[key] = store._index.claim(key, threading.current_thread())
+                elif claim.owner is threading.current_thread():
+                    raise RuntimeError(f"this thread wants {key}, which it is compiling itself")
+                else:
+                    busy.append(key)
+            self._wanted = busy
+        for key in list(self._claimed):  # those that a lower tier has are brought up to the device
+            with store._changed:
+                entry = store._index.get(key)  # stays there until admitted: what is claimed is not evicted
+            if entry is None:
+                continue
+            picache = store._tiers[entry.tier].read(entry)
+            if picache is None:  # its file can't be used
+                with store._changed:
+                    store._index.pop(entry.tier, key)
+                continue
+            above = store._device.put(IndexEntry(key, picache.nbytes, picache, entry.expires_at))
+            self._admit([above], entry.tier)
+        store._move_down(self._evicted)  # nobody should wait for these while we compile
+
+    def _admit(self, entries: Sequence[StoreEntry], tier: str) -> None:
+        """Adds claimed entries, found in `tier`, to the device and holds them, or raises and has changed nothing."""
+        store, device = self._store, self._store._device
+        for entry in entries:
+            if not device.admits(entry.size):
+                raise PICacheTooLargeError(
+                    f"the PICache {entry.key} has {entry.size} bytes, the whole device budget is "
+                    f"{device.budget}; raise device_bytes, or split the document"
+                )
+        with store._changed:
+            if not store._admit(entries, "device", self._evicted):
+                needed = sum(entry.size for entry in entries)
+                raise StoreFullError(
+                    f"no room for {needed} bytes ({len(entries)} documents): the device budget is "
+                    f"{device.budget} bytes, {device.used} are taken, and evicting what is neither in use "
+                    "nor pinned does not free enough; try again when requests have ended, unpin documents, use fewer "
+                    "per request, or raise device_bytes"
+                )
+            for entry in entries:
+                store._index.pop("host", entry.key)
+                self._hold(entry, tier)
+                claim = self._claimed.pop(entry.key)
+                if claim.dropped:  # removed while we worked on it: ours to use, nobody else's to find
+                    store._index.drop(entry.key)
+                store._land(entry.key, claim)
+
+    def _hold(self, entry: StoreEntry, tier: str) -> None:
+        entry.references += 1
+        self._held[entry.key] = entry, tier
+        if tier == "compiled":
+            self._store._misses += 1
+        else:
+            self._store._tiers[tier].counts["hits"] += 1
 
     def __getitem__(self, key: str) -> PICacheRef:
         if key not in self._held:
@@ -123,36 +200,28 @@ class AcquiredPICaches(Mapping[str, PICacheRef], AbstractContextManager["Acquire
 
 @dataclass(frozen=True)
 class TierStats:
-    """A tier's size now, and counts since the store was made.
-
-    hits: keys found in this tier. evictions: entries that left for lack of room. damaged: unusable files met.
-    write_errors: files that could not be written.
-    """
+    """A tier's size now, and counts since the store was made."""
 
     entries: int
     bytes: int
     budget_bytes: int | None
-    hits: int = 0
-    evictions: int = 0
-    damaged: int = 0
-    write_errors: int = 0
+    hits: int = 0  # keys found in this tier
+    evictions: int = 0  # entries that left for lack of room
+    damaged: int = 0  # unusable files met
+    write_errors: int = 0  # files that could not be written
 
 
 @dataclass(frozen=True)
 class StoreStats:
-    """The store now, and counts since it was made.
-
-    hits, misses: distinct keys per acquire call that were found (in any tier) or had to be compiled.
-    in_use: entries with a reference, `removed_in_use` of which are gone from lookup. expired: entries dropped by TTL.
-    """
+    """The store now, and counts since it was made."""
 
     tiers: dict[str, TierStats]
-    hits: int
-    misses: int
+    hits: int  # distinct keys per acquire call that were found, in any tier
+    misses: int  # ... that had to be compiled
     expired: int
-    in_use: int
+    in_use: int  # entries with a reference
     pinned: int
-    removed_in_use: int
+    removed_in_use: int  # of those in use, gone from lookup
 
 
 class PICacheStore:
@@ -196,10 +265,11 @@ class PICacheStore:
         self._changed = threading.Condition()
         self._misses = 0
         if isinstance(disk := self._tiers.get("disk"), DiskTier):
-            with AcquiredPICaches(self, (), 0.0) as held:
-                for entry in disk.found():
-                    if not self._admit([entry], "disk", held._evicted):
-                        disk.freed(entry)
+            evicted: list[tuple[StoreEntry, Claim]] = []
+            for entry in disk.found():
+                if not self._admit([entry], "disk", evicted):
+                    disk.freed(entry)
+            self._move_down(evicted)
 
     def acquire(self, keys: Sequence[str], *, ttl_s: float | None = None) -> AcquiredPICaches:
         """Holds the PICaches of `keys` that are here, on the device; the caller compiles those that are `missing`.
@@ -220,103 +290,17 @@ class PICacheStore:
                 )
         held = AcquiredPICaches(self, list(dict.fromkeys(keys)), self._index.expiry(ttl_s))
         try:
-            self._take(held)
+            held._take()
         except BaseException:
             held.release()
             raise
         return held
 
-    def _take(self, held: AcquiredPICaches) -> None:
-        """References what is here, and claims what nobody works on."""
-        busy = []
-        with self._changed:
-            for key in held._wanted:
-                entry, claim = self._index.get(key), self._index.claims.get(key)
-                if entry is not None and entry.tier == "device":
-                    self._reference(entry, "device", held)
-                    self._device.touch(key)
-                elif claim is None:
-                    held._claimed[key] = self._index.claim(key, threading.current_thread())
-                elif claim.owner is threading.current_thread():
-                    raise RuntimeError(f"this thread wants {key}, which it is compiling itself")
-                else:
-                    busy.append(key)
-            held._wanted = busy
-        for key in list(held._claimed):
-            self._promote(key, held)
-        self._move_down(held)  # nobody should wait for these while we compile
-
-    def _reference(self, entry: StoreEntry, tier: str, held: AcquiredPICaches) -> None:
-        entry.references += 1
-        held._held[entry.key] = entry, tier
-        if tier == "compiled":
-            self._misses += 1
-        else:
-            self._tiers[tier].counts["hits"] += 1
-
-    def _wait_for_any(self, keys: list[str]) -> None:
-        def one_is_free() -> bool:
-            return any(key not in self._index.claims or key in self._device.entries for key in keys)
-
-        with self._changed:
-            self._changed.wait_for(one_is_free)
-
-    def _release(self, held: AcquiredPICaches) -> None:
-        with self._changed:
-            for entry, _ in held._held.values():
-                self._index.release(entry)
-            for key, claim in held._claimed.items():
-                self._land(key, claim)
-            held._held, held._claimed, held._wanted = {}, {}, []
-        self._move_down(held)
-
     def _land(self, key: str, claim: Claim) -> None:
-        if self._index.land(key, claim):
+        """Ends a claim, unless that has happened already."""
+        if self._index.claims.get(key) is claim:
+            del self._index.claims[key]
             self._changed.notify_all()
-
-    # ---- up ----
-
-    def _promote(self, key: str, held: AcquiredPICaches) -> None:
-        """Brings a claimed key up to the device, unless it is in no tier, or its file can't be used."""
-        with self._changed:
-            entry = self._index.get(key)  # stays there until admitted: what is claimed is not evicted
-        picache = None if entry is None else self._tiers[entry.tier].read(entry)
-        if entry is not None and picache is None:
-            with self._changed:
-                self._index.pop(entry.tier, key)
-        if entry is not None and picache is not None:
-            above = self._device.put(IndexEntry(key, picache.nbytes, picache, entry.expires_at))
-            self._admit_claimed([above], entry.tier, held)
-
-    def _add(self, held: AcquiredPICaches, compiled: Sequence[tuple[str, PICache]]) -> None:
-        own = [(key, picache.to(self.device).standalone()) for key, picache in compiled]
-        self._admit_claimed([IndexEntry(key, p.nbytes, p, held._expires_at) for key, p in own], "compiled", held)
-        self._move_down(held)
-
-    def _admit_claimed(self, entries: Sequence[StoreEntry], tier: str, held: AcquiredPICaches) -> None:
-        """Adds claimed entries to the device tier, referenced, or raises without having changed anything."""
-        for entry in entries:
-            if not self._device.admits(entry.size):
-                raise PICacheTooLargeError(
-                    f"the PICache {entry.key} has {entry.size} bytes, the whole device budget is "
-                    f"{self._device.budget}; raise device_bytes, or split the document"
-                )
-        with self._changed:
-            if not self._admit(entries, "device", held._evicted):
-                needed = sum(entry.size for entry in entries)
-                raise StoreFullError(
-                    f"no room for {needed} bytes ({len(entries)} documents): the device budget is "
-                    f"{self._device.budget} bytes, {self._device.used} are taken, and evicting what is neither in use "
-                    "nor pinned does not free enough; try again when requests have ended, unpin documents, use fewer "
-                    "per request, or raise device_bytes"
-                )
-            for entry in entries:
-                self._index.pop("host", entry.key)
-                self._reference(entry, tier, held)
-                claim = held._claimed.pop(entry.key)
-                if claim.dropped:  # removed while we worked on it: ours to use, nobody else's to find
-                    self._index.drop(entry.key)
-                self._land(entry.key, claim)
 
     def _admit(self, entries: Sequence[StoreEntry], tier: str, evicted: list[tuple[StoreEntry, Claim]]) -> bool:
         """Adds entries to a tier, evicting what it takes; False, having changed nothing, if there is no such room."""
@@ -328,11 +312,9 @@ class PICacheStore:
             self._index.add(tier, entry)
         return True
 
-    # ---- down ----
-
-    def _move_down(self, held: AcquiredPICaches) -> None:
+    def _move_down(self, evicted: list[tuple[StoreEntry, Claim]]) -> None:
         """Puts evicted entries into the next tier with room (outside the lock); trouble loses entries, not requests."""
-        names, evicted = list(self._tiers), held._evicted
+        names = list(self._tiers)
         try:
             for entry, claim in evicted:  # grows while we go: lower tiers evict too
                 try:
@@ -372,17 +354,19 @@ class PICacheStore:
         with self._changed:
             entries = [*self._host.entries.values(), *self._device.entries.values()] if "disk" in self._tiers else []
         for entry in entries:
-            key, held = entry.key, AcquiredPICaches(self, (), 0.0)
+            key, evicted = entry.key, list[tuple[StoreEntry, Claim]]()
             with self._changed:
                 current = self._tiers[entry.tier].entries.get(key) is entry
                 if not current or key in self._index.claims or key in self._tiers["disk"].entries:
                     continue
-                held._claimed[key] = claim = self._index.claim(key, threading.current_thread())
-            with held:
-                written += self._keep(entry, claim, "disk", held._evicted)
+                claim = self._index.claim(key, threading.current_thread())
+            try:
+                written += self._keep(entry, claim, "disk", evicted)
+            finally:
+                with self._changed:
+                    self._land(key, claim)
+                self._move_down(evicted)
         return written
-
-    # ---- what is quickly asked ----
 
     def lookup(self, key: str) -> str | None:
         """The uppermost tier that has `key` ("device", "host", "disk"), or None; takes no reference, moves nothing."""
@@ -391,22 +375,19 @@ class PICacheStore:
             return None if entry is None else entry.tier
 
     def pin(self, key: str) -> bool:
-        """Keeps `key` from being evicted until as many `unpin`; False (and no pin) if it is neither here nor coming."""
+        """See `CacheIndex.pin`."""
         with self._changed:
             return self._index.pin(key)
 
     def unpin(self, key: str) -> bool:
-        """Takes back one `pin`; False if there is none (expiry, `remove` and `clear` end pins)."""
+        """See `CacheIndex.unpin`."""
         with self._changed:
             return self._index.unpin(key)
 
     def set_expiry(self, key: str, ttl_s: float | None) -> bool:
         """Gives an entry in memory a new time to live, from now; None: for ever. False if it isn't in memory.
 
-        With an end, its copy on disk is deleted.
-
-        Raises:
-            ValueError: `ttl_s` <= 0.
+        With an end, its copy on disk is deleted. Raises ValueError if `ttl_s` <= 0.
         """
         with self._changed:
             entry = self._index.get(key)
@@ -420,8 +401,8 @@ class PICacheStore:
     def remove(self, key: str) -> bool:
         """Forgets `key` in all tiers, pinned or not; True if it was there (or being compiled or moved).
 
-        It is gone from lookup at once. In use, it stays valid for those who hold it and its memory is freed at the last
-        release. Being compiled, the result goes to those who asked for it and is not stored.
+        In use, it stays valid for those who hold it, and its memory is freed at the last release. Being compiled, the
+        result goes to those who asked for it and is not stored.
         """
         with self._changed:
             self._index.get(key)  # what has expired isn't there
