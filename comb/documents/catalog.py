@@ -16,19 +16,12 @@ class UnknownDocumentError(ValueError):
 
 @dataclass(frozen=True)
 class KeyedSegment:
-    """A tokenised document, or one part of it where a splitter made several.
+    """A tokenised document, or one part of it where a splitter made several."""
 
-    Args:
-        id: the document's label in reports.
-        token_ids: of this part.
-        key: of its PICache.
-        part: 0 for the first part; a document's parts follow each other.
-    """
-
-    id: str
-    token_ids: tuple[int, ...]
-    key: str
-    part: int = 0
+    id: str  # the document's label in reports
+    token_ids: tuple[int, ...]  # of this part
+    key: str  # of its PICache
+    part: int = 0  # a document's parts follow each other
 
 
 def by_document(segments: Sequence[KeyedSegment]) -> list[list[KeyedSegment]]:
@@ -116,9 +109,13 @@ class DocumentCatalog:
 
     def unpinned(self, segments: Iterable[KeyedSegment]) -> list[KeyedSegment]:
         """Those of pinned documents that the store had nothing of when they were added."""
+        found = []
         with self._lock:
-            return [segment for segment in segments if (entry := self._entries.get(segment.id)) is not None
-                    and entry.pin and segment.key in entry.keys - entry.pinned]  # fmt: skip
+            for segment in segments:
+                entry = self._entries.get(segment.id)
+                if entry is not None and entry.pin and segment.key in entry.keys - entry.pinned:
+                    found.append(segment)
+        return found
 
     def pin(self, segment: KeyedSegment) -> None:
         """Pins the PICache of an `unpinned` segment, which the caller holds, until its id's time is over."""
@@ -141,25 +138,18 @@ class DocumentCatalog:
     def remove(self, ids: Iterable[str]) -> None:
         """Forgets `ids`, and the PICaches that no other id stands for. Raises UnknownDocumentError, removing none."""
         with self._lock:
-            found = self._find(ids)
-            for entry in found:
-                if self._entries.pop(entry.id, None) is not None:
-                    self._unpin(entry)
-            self._remove(found)
+            self._drop(self._find(ids))
 
     def _follow(self, entry: _CatalogEntry, key: str) -> None:
         """Gives the store's PICache the time of its ids, and the pin of this one."""
-        # who stays for ever needn't be compared with all others
-        self.store.set_expiry(key, None if entry.expires_at is None else self._longest_left(key))
+        left = None
+        if entry.expires_at is not None:  # who stays for ever needn't be compared with all others
+            ends, now = [each.expires_at for each in self._entries.values() if key in each.keys], self.clock()
+            if None not in ends:  # a store takes no time that has just ended
+                left = max(1e-3, *(end - now for end in ends if end is not None))
+        self.store.set_expiry(key, left)
         if entry.pin and key not in entry.pinned and self.store.pin(key):
             entry.pinned.add(key)
-
-    def _longest_left(self, key: str) -> float | None:
-        """Seconds until the last id of a content expires; None if one never does."""
-        ends = [entry.expires_at for entry in self._entries.values() if key in entry.keys]
-        now = self.clock()
-        # a store takes no time that has just ended
-        return None if None in ends else max(1e-3, *(end - now for end in ends if end is not None))
 
     def _find(self, ids: Iterable[str]) -> list[_CatalogEntry]:
         if isinstance(ids, str):
@@ -179,14 +169,15 @@ class DocumentCatalog:
     def _forget_expired(self) -> None:
         now = self.clock()
         expired = [e for e in self._entries.values() if e.expires_at is not None and e.expires_at <= now]
-        for entry in expired:
-            del self._entries[entry.id]
-            self._unpin(entry)
-        if expired:  # a store forgets the time of what it evicts
-            self._remove(expired)
+        if expired:
+            self._drop(expired)
 
-    def _remove(self, gone: Sequence[_CatalogEntry]) -> None:
-        """Takes what no other id stands for out of the store."""
+    def _drop(self, gone: Sequence[_CatalogEntry]) -> None:
+        """Forgets entries, and takes what no other id stands for out of the store, which forgets the time of what it
+        evicts."""
+        for entry in gone:
+            if self._entries.pop(entry.id, None) is not None:  # the same one may be asked for twice
+                self._unpin(entry)
         kept = {key for entry in self._entries.values() for key in entry.keys}
         for key in {key for entry in gone for key in entry.keys} - kept:
             self.store.remove(key)

@@ -23,33 +23,15 @@ _ON_HUB = r"([\w.-]+/[\w.-]+)(\?.*)?"
 
 @dataclass
 class Counts:
-    """What happened to the rows of a dataset: read, and per reason dropped or changed. Nothing disappears silently.
-
-    Args:
-        dropped: rows that gave no example, by reason.
-        truncated: things that were shortened, by what they are.
-        noted: what else happened, without a loss.
-        repeated: examples that come once more than they were read.
-        sets: of a mixture, the counts of each set; `dropped` and `truncated` here are what happened afterwards.
-    """
+    """What happened to the rows of a dataset: read, and per reason dropped or changed. Nothing disappears silently."""
 
     read: int = 0
-    dropped: Counter[str] = field(default_factory=Counter)
-    truncated: Counter[str] = field(default_factory=Counter)
-    noted: Counter[str] = field(default_factory=Counter)
-    repeated: int = 0
+    dropped: Counter[str] = field(default_factory=Counter)  # rows that gave no example
+    truncated: Counter[str] = field(default_factory=Counter)  # things that were shortened, by what they are
+    noted: Counter[str] = field(default_factory=Counter)  # what else happened, without a loss
+    repeated: int = 0  # examples that come once more than they were read
     sets: dict[str, Counts] = field(default_factory=dict)
-
-    @classmethod
-    def of_sets(cls, sets: Mapping[str, Counts]) -> Counts:
-        """The sum of a mixture."""
-        return cls(read=sum(counts.read for counts in sets.values()), sets=dict(sets))
-
-    @classmethod
-    def from_dict(cls, content: Mapping[str, Any]) -> Counts:
-        """What `to_dict` gave, for one set."""
-        dropped, truncated, noted = (Counter(content.get(kind, {})) for kind in ("dropped", "truncated", "noted"))
-        return cls(content["read"], dropped, truncated, noted, content.get("repeated", 0))
+    """Of a mixture, the counts of each set; `dropped` and `truncated` here are what happened afterwards."""
 
     @property
     def kept(self) -> int:
@@ -79,20 +61,15 @@ class Counts:
             of_sets = [(f"{name}: ", getattr(counts, kind)) for name, counts in self.sets.items()]
             found = [("", getattr(self, kind)), *of_sets]
             content[kind] = {prefix + reason: n for prefix, counted in found for reason, n in counted.items()}
-        more = {
-            "noted": dict(self.noted),
-            "repeated": self.repeated,
-            "sets": {name: counts.to_dict() for name, counts in self.sets.items()},
-        }
+        sets = {name: counts.to_dict() for name, counts in self.sets.items()}
+        more = {"noted": dict(self.noted), "repeated": self.repeated, "sets": sets}
         return content | {name: value for name, value in more.items() if value}
 
     def __str__(self) -> str:
         dropped = sorted(self.dropped.items())
         if self.sets:
-            lines = [
-                f"{self.kept} examples of {self.read} rows",
-                *(f"{name}: {own}" for name, own in self.sets.items()),
-            ]
+            lines = [f"{self.kept} examples of {self.read} rows"]
+            lines += [f"{name}: {own}" for name, own in self.sets.items()]
             return "\n  ".join([*lines, *(f"dropped: {n} {reason}" for reason, n in dropped)])
         parts = [f"{self.kept - self.repeated} of {self.read} rows kept"]
         parts += [f"{n} dropped: {reason}" for reason, n in dropped]
@@ -165,8 +142,7 @@ def hub_id(name: str, path: str | Path | None = None) -> str | None:
     except ValueError:  # a file that isn't here any more
         return None
     text = str(path or "")
-    named = re.fullmatch(f"{HUB}{_ON_HUB}", text)
-    if named is not None:
+    if named := re.fullmatch(f"{HUB}{_ON_HUB}", text):
         return named[1]
     ids = datasets.hub_ids.get(name, {}) if name in datasets else {}
     return next((found for part, found in ids.items() if part in text.lower()), None)
@@ -185,12 +161,14 @@ def locate(name: str, path: str | Path | None = None) -> tuple[str, str | Path |
     if path is not None or name in datasets:
         return name, path if path is None else _at_home(str(path))
     name = _at_home(name)
+    if not name.startswith(HUB):
+        if Path(name).exists() or name.removesuffix(".gz").endswith((".json", ".jsonl")):
+            return "jsonl", name
+        if re.fullmatch(_ON_HUB, name):
+            name = f"{HUB}{name}"
     if name.startswith(HUB):
-        return _reader_of(name), name
-    if Path(name).exists() or name.removesuffix(".gz").endswith((".json", ".jsonl")):
-        return "jsonl", name
-    if re.fullmatch(_ON_HUB, name):
-        return _reader_of(name), f"{HUB}{name}"
+        on_hub = hub_id("", name)
+        return next((reader for reader, ids in datasets.hub_ids.items() if on_hub in ids.values()), "jsonl"), name
     raise ValueError(
         f"unknown dataset {name!r}; known: {', '.join(datasets.names()) or 'none'}; or give a file or folder of rows "
         f"with documents, query and answer (there is none of this name), or {HUB}org/name"
@@ -214,11 +192,6 @@ def _at_home(path: str) -> str:
     return str(Path(path).expanduser()) if path.startswith("~") else path
 
 
-def _reader_of(text: str) -> str:
-    on_hub = hub_id("", text if text.startswith(HUB) else f"{HUB}{text}")
-    return next((name for name, ids in datasets.hub_ids.items() if on_hub in ids.values()), "jsonl")
-
-
 def read_dataset(name: str, path: str | Path | None = None, **options: Any) -> Dataset:
     """Reads the dataset that `name` names (`locate`), or the registered `name` from `path`.
 
@@ -229,9 +202,20 @@ def read_dataset(name: str, path: str | Path | None = None, **options: Any) -> D
     given = name
     name, path = locate(name, path)
     reader = datasets.get(name)
-    _check_options(name, reader, options)
+    parameters = inspect.signature(reader).parameters
+    known = parameters.keys() - {"path"}
+    takes_any = any(parameter.kind is inspect.Parameter.VAR_KEYWORD for parameter in parameters.values())
+    if not takes_any and (unknown := sorted(options.keys() - known)):
+        raise ValueError(f"dataset {name!r} has no option {unknown[0]!r}; it knows: {', '.join(sorted(known))}")
     if path is not None and not str(path).startswith(HUB) and not os.path.exists(path):  # noqa: PTH110  which a name too long for one, or with a NUL, isn't an error of
-        raise MissingDataError(f"dataset {name!r}: there is no file or folder {str(path)!r}{_elsewhere(name)}")
+        elsewhere = (
+            f". scripts/fetch-data gets public sets into {DATA}/ (--list shows which); what lies elsewhere is named by "
+            "data.path=..., in comb bench by --data FOLDER"
+        )
+        # rows of one's own, of `jsonl`, are nowhere else
+        raise MissingDataError(
+            f"dataset {name!r}: there is no file or folder {str(path)!r}{'' if name == 'jsonl' else elsewhere}"
+        )
     try:
         dataset = reader(path, **options)
     except ValueError as error:
@@ -241,22 +225,3 @@ def read_dataset(name: str, path: str | Path | None = None, **options: Any) -> D
     if not dataset.examples:
         raise ValueError(f"dataset {name!r} gives no example ({dataset.counts})")
     return dataset
-
-
-def _elsewhere(name: str) -> str:
-    if name == "jsonl":  # rows of one's own
-        return ""
-    return (
-        f". scripts/fetch-data gets public sets into {DATA}/ (--list shows which); what lies elsewhere is named by "
-        "data.path=..., in comb bench by --data FOLDER"
-    )
-
-
-def _check_options(name: str, reader: DatasetReader, options: dict[str, Any]) -> None:
-    parameters = inspect.signature(reader).parameters.values()
-    if any(parameter.kind is inspect.Parameter.VAR_KEYWORD for parameter in parameters):
-        return
-    known = {parameter.name for parameter in parameters} - {"path"}
-    unknown = sorted(set(options) - known)
-    if unknown:
-        raise ValueError(f"dataset {name!r} has no option {unknown[0]!r}; it knows: {', '.join(sorted(known))}")

@@ -90,17 +90,14 @@ def until_stop(text: str, characters: str) -> str:
 
 @dataclass(frozen=True)
 class Example:
-    """One row of a dataset: ordered documents, the query, the answer to learn and the answers that count.
-
-    `group` names what must stay on one side of a train/held-out split (an article, a story).
-    """
+    """One row of a dataset: ordered documents, the query, the answer to learn and the answers that count."""
 
     documents: tuple[Document, ...]
     query: str
     answer: str
     answers: tuple[str, ...] = ()
     id: str | None = None
-    group: str | None = None
+    group: str | None = None  # what must stay on one side of a train/held-out split: an article, a story
 
     @property
     def references(self) -> tuple[str, ...]:
@@ -110,16 +107,13 @@ class Example:
 
 @dataclass(frozen=True)
 class Prompt:
-    """Token ids of one prompt: ``head + segments + tail``; the segments are the documents, each on its own.
-
-    `gaps` holds the fresh tokens between the segments, one entry less than there are segments; empty where all
-    segments follow each other.
-    """
+    """Token ids of one prompt: ``head + segments + tail``; the segments are the documents, each on its own."""
 
     head: tuple[int, ...]
     segments: tuple[tuple[int, ...], ...]
     tail: tuple[int, ...]
     gaps: tuple[tuple[int, ...], ...] = ()
+    """The fresh tokens between the segments, one entry less than segments; empty where these follow each other."""
 
     @property
     def fresh(self) -> tuple[tuple[int, ...], ...]:
@@ -149,10 +143,9 @@ class Prompt:
         return tuple(chain.from_iterable(self.fresh))
 
     def behind(self, count: int) -> tuple[int, int, Prompt]:
-        """What is left behind the first `count` tokens of `flat`; a segment is never cut, but left whole.
+        """Tokens and segments in front of a cut behind `count` tokens of `flat`, and what is left behind it.
 
-        Returns:
-            Tokens in front of the cut, segments in front of it, and the rest.
+        A segment is never cut, but left whole.
         """
         fresh, position = self.fresh, 0
         for index, (run, segment) in enumerate(zip(fresh, (*self.segments, ()), strict=True)):
@@ -251,11 +244,16 @@ class PromptBuilder:
         """Token ids of one document. Raises ValueError if it tokenises to nothing."""
         document = as_document(document)
         if document.token_ids is not None:
-            self._check_ids(document)
+            size = len(self.tokenizer)
+            bad = next((token for token in document.token_ids if not 0 <= token < size), None)
+            if bad is not None:
+                raise ValueError(
+                    f"document (id={document.id!r}) holds token id {bad}, but the tokenizer knows 0..{size - 1}: "
+                    "it was tokenised with another tokenizer"
+                )
             return document.token_ids
         template = self.document_template or ("{title}\n{text}\n" if document.title else "{text}\n")
-        text = template.format(text=document.text, title=document.title or "")
-        ids = self._ids(text)
+        ids = plain_ids(self.tokenizer, template.format(text=document.text, title=document.title or ""))
         if not ids:
             raise ValueError(f"document (id={document.id!r}) has no token left after tokenisation")
         return ids
@@ -306,28 +304,15 @@ class PromptBuilder:
         """Token ids of an answer with its end-of-turn token."""
         if self.tokenizer.eos_token_id is None:
             raise ValueError("the tokenizer has no eos_token: set one, or generation would never stop")
-        return (*self._ids(text + self.stop[:1]), int(self.tokenizer.eos_token_id))
-
-    def _ids(self, text: str) -> tuple[int, ...]:
-        return plain_ids(self.tokenizer, text)
+        return (*plain_ids(self.tokenizer, text + self.stop[:1]), int(self.tokenizer.eos_token_id))
 
     def _raw(
         self, text: str, segments: Sequence[Sequence[int]], head: str = "", *, add_special_tokens: bool = True
     ) -> Prompt:
         front, back = added_tokens(self.tokenizer) if add_special_tokens else ([], [])
-        place = len(head)
-        slots = ((place, place, _DOCUMENTS),) if segments else ()
+        slots = ((len(head), len(head), _DOCUMENTS),) if segments else ()
         mark = [] if segments else [_DOCUMENTS]
         blocks = [*front, *mark, *_blocks(self.tokenizer, Rendered(head + text, slots)), *back]
         if not front and not head and segments and blocks[1:2] == [self.tokenizer.bos_token_id]:
             blocks[:2] = [blocks[1], blocks[0]]  # behind a BOS token that the text itself spells
         return _assembled(blocks, segments, {})
-
-    def _check_ids(self, document: Document) -> None:
-        size = len(self.tokenizer)
-        bad = next((token for token in document.token_ids or () if not 0 <= token < size), None)
-        if bad is not None:
-            raise ValueError(
-                f"document (id={document.id!r}) holds token id {bad}, but the tokenizer knows 0..{size - 1}: "
-                "it was tokenised with another tokenizer"
-            )

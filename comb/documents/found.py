@@ -12,7 +12,6 @@ import zlib
 from array import array
 from bisect import bisect_left
 from collections.abc import Sequence
-from dataclasses import dataclass
 from functools import lru_cache
 from itertools import pairwise
 from typing import Any
@@ -28,8 +27,7 @@ LABELS = (
 )
 """What stands at the start of a line in front of a segment, and isn't a part of it: a number changes with the order."""
 
-KINDS = ("prose", "code", "json", "logs")
-"""What a segment is written in, as `kind_of` tells."""
+KINDS = ("prose", "code", "json", "logs")  # what a segment is written in
 _LOG = re.compile(r"\W*(?:\d{4}-\d\d-\d\d|\d\d:\d\d:\d\d|(?:TRACE|DEBUG|INFO|WARN(?:ING)?|ERROR|FATAL|CRITICAL)\b)")
 _NAMED = re.compile(r"\"[^\"\n]*\" *:")  # a value of an object
 _CODE = re.compile(
@@ -85,30 +83,6 @@ def with_segments(token_ids: Sequence[int], spans: Sequence[tuple[int, int]]) ->
     return Prompt(runs[0], segments, tuple(token_ids[at:]), tuple(runs[1:]))
 
 
-@dataclass(frozen=True)
-class _Places:
-    """Of a prompt: each token's text, and which begin a line, a line behind a blank one, or at a strong joint."""
-
-    texts: list[str]
-    lines: set[int]
-    blank: set[int]
-    strong: set[int]
-
-    def ends(self, token_ids: Sequence[int], begin: int, at: int, least: int, most: int) -> bool:
-        """Whether the segment that began at `begin` ends in front of token `at`."""
-        size = at - begin
-        if at in self.strong or size >= most:
-            return True
-        if size < least:
-            return False
-        if at in self.blank:
-            return True
-        chance = zlib.crc32(array("q", token_ids[at : at + _LOOK]).tobytes())
-        if at in self.lines:
-            return chance % _LINES == 0 or size >= most // 2
-        return size >= most // 2 and chance % _TOKENS == 0
-
-
 class SegmentFinder:
     """Cuts prompts of one tokenizer.
 
@@ -154,13 +128,28 @@ class SegmentFinder:
     def _in_message(self, whose: str, message: bytes) -> list[tuple[int, int]]:
         """Segments of a special token and what follows it up to the next, as bytes of an array of 64-bit integers."""
         token_ids = array("q", message).tolist()
-        places = self._places(token_ids)
-        if places is None:
+        joints = self._joints(token_ids)
+        if joints is None:
             return []
-        pieces = places.texts
+        pieces, lines, blank, strong = joints
+
+        def ends(begin: int, at: int) -> bool:
+            """Whether the segment that began at `begin` ends in front of token `at`."""
+            size = at - begin
+            if at in strong or size >= self.most:
+                return True
+            if size < self.least:
+                return False
+            if at in blank:
+                return True
+            chance = zlib.crc32(array("q", token_ids[at : at + _LOOK]).tobytes())
+            if at in lines:
+                return chance % _LINES == 0 or size >= self.most // 2
+            return size >= self.most // 2 and chance % _TOKENS == 0
+
         found, begin = [], int(token_ids[0] in self._special)
         for at in range(begin + 1, len(token_ids) + 1):
-            if at < len(token_ids) and not places.ends(token_ids, begin, at, self.least, self.most):
+            if at < len(token_ids) and not ends(begin, at):
                 continue
             end = at
             while begin < end and not pieces[begin].strip():
@@ -173,7 +162,8 @@ class SegmentFinder:
             begin = at
         return found
 
-    def _places(self, token_ids: Sequence[int]) -> _Places | None:
+    def _joints(self, token_ids: Sequence[int]) -> tuple[list[str], set[int], set[int], set[int]] | None:
+        """Each token's text, and which begin a line, a line behind a blank one, or at a strong joint; None: unknown."""
         with lock_of(self.tokenizer):
             text = self.tokenizer.decode(token_ids, skip_special_tokens=False, clean_up_tokenization_spaces=False)
             made = self.tokenizer(text, add_special_tokens=False, return_offsets_mapping=True)
@@ -196,4 +186,4 @@ class SegmentFinder:
                 strong.add(at)
         pieces = [text[start:end] for start, end in places]
         blank = {at for start, at in begins.items() if text[max(0, start - 2) : start] == "\n\n"}
-        return _Places(pieces, lines, blank, strong)
+        return pieces, lines, blank, strong

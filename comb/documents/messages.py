@@ -27,6 +27,14 @@ class References:
     after: tuple[str, ...] = ()
 
 
+@dataclass(frozen=True)
+class Generated:
+    """A part of a message that a model has generated: its tokens, which its text would not always become again."""
+
+    token_ids: tuple[int, ...]
+    text: str
+
+
 def as_messages(query: str | Sequence[Message]) -> Sequence[Message]:
     """A question as chat messages. Raises ValueError for anything but text and messages."""
     messages: Sequence[Message] = [{"role": "user", "content": query}] if isinstance(query, str) else query
@@ -46,17 +54,9 @@ def referenced_documents(query: str | Sequence[Message]) -> References:
     found = before
     for message in as_messages(query):
         if message.get("role") == "user":
-            found = after
+            found = after  # the first one has the prompt's other documents at its start
         found += [part.id for part in message_parts(message) if isinstance(part, Reference) and part.id is not None]
     return References(tuple(before), tuple(after))
-
-
-@dataclass(frozen=True)
-class Generated:
-    """A part of a message that a model has generated: its tokens, which its text would not always become again."""
-
-    token_ids: tuple[int, ...]
-    text: str
 
 
 def message_parts(message: Message) -> list[str | Reference | Generated]:

@@ -11,7 +11,7 @@ import json
 import re
 import secrets
 from bisect import bisect_left, bisect_right
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cache, lru_cache, partial
 from itertools import pairwise
@@ -22,22 +22,17 @@ from comb.documents.messages import Generated, Message, Reference, message_parts
 from comb.locks import lock_of
 
 Slot = Reference | Generated
-Render = Callable[[Sequence[Message]], "Rendered"]
 
 
 @dataclass(frozen=True)
 class Rendered:
-    """What a template makes of a chat.
-
-    Args:
-        slots: what stands in the text, in order, each from character to character; a document takes no room.
-        token_ids: where a tokenizer makes tokens and no text, these; `offsets` says where each stands in the text.
-    """
+    """What a template makes of a chat."""
 
     text: str
     slots: tuple[tuple[int, int, Slot], ...] = ()
-    token_ids: tuple[int, ...] | None = None
-    offsets: tuple[tuple[int, int], ...] = ()
+    """What stands in the text, in order, each from character to character; a document takes no room."""
+    token_ids: tuple[int, ...] | None = None  # where a tokenizer makes tokens and no text
+    offsets: tuple[tuple[int, int], ...] = ()  # where each of these stands in the text
 
 
 # ---- chats ----
@@ -63,25 +58,57 @@ def render_chat(
     user = next((place for place, message in enumerate(messages) if message.get("role") == "user"), None)
     if user is None and front:
         raise ValueError("no message with role 'user': documents and question belong to a user message")
-    as_list = _form_wanted(tokenizer, arguments)
-    chat = [_InPieces.of(each, as_list, front if place == user else ()) for place, each in enumerate(messages)]
+    forms = True, True
+    if not makes_tokens(tokenizer):
+        try:
+            template = tokenizer.get_chat_template(arguments.get("chat_template"), arguments.get("tools"))
+        except ValueError as error:
+            raise ValueError(f"the tokenizer has no chat template for this: {error}") from error
+        forms = _forms(tokenizer, template)
+    chat = [_InPieces.of(each, *forms, front if place == user else ()) for place, each in enumerate(messages)]
     slots = [slot for message in chat for slot in message.slots]
+
+    def rendered(fills: Sequence[str], *, trimmed: bool = False) -> Rendered:
+        left = iter(fills)
+        return _render(tokenizer, [message.written(left, trimmed=trimmed) for message in chat], arguments)
+
     if not slots:
-        return _render(tokenizer, [message.written([]) for message in chat], arguments)
+        return rendered([])
     if not makes_tokens(tokenizer):
         from transformers.utils import chat_template_utils
 
         clock = cache(lambda form: chat_template_utils.datetime.now().strftime(form))  # one moment also at midnight
         arguments = {"strftime_now": clock, **arguments}
-    return _with_slots(chat, slots, lambda written: _render(tokenizer, written, arguments))
+    # digits stay what they are in JSON, in capitals, and at the edge of a text that is trimmed
+    mark, stand_in = str(secrets.randbits(128) | 1 << 127), str(secrets.randbits(96) | 1 << 95)
+
+    def without_documents(stand_in: str) -> Rendered:
+        # a request's documents are none of the message's words, but a message that is all documents isn't empty
+        inside = [each.wordless or slot != Reference(None) for each in chat for slot in each.slots]
+        return rendered(
+            [s.text if isinstance(s, Generated) else stand_in * i for s, i in zip(slots, inside, strict=True)]
+        )
+
+    base = without_documents(stand_in)
+    if base.token_ids is not None:  # from which nothing can be taken
+        base = without_documents("")
+    base = replace(base, text=base.text.replace(stand_in, ""))
+    reason = ""
+    # an answer that the template changes is a text like any other
+    for tokens_stay in (True, False)[not any(isinstance(slot, Generated) for slot in slots) :]:
+        fills = [_marked(slot, f"{mark}{n:07d}", tokens_stay) for n, slot in enumerate(slots)]
+        for trimmed in (False, True)[: 1 + (Reference(None) in slots)]:  # in front of a text that the template trims
+            placed, reason = _find(rendered(fills, trimmed=trimmed).text, base.text, slots, mark)
+            if not reason:
+                return replace(base, slots=tuple(placed))
+    raise ValueError(f"the chat template {reason}: documents can't be placed in it")
 
 
 @dataclass(frozen=True)
 class _InPieces:
     """A message whose texts are in pieces: words, and what stands between them.
 
-    Args:
-        texts: one, or one for each of `fields`, the parts of a content that is a list. None: the content as it came.
+    `texts` are one, or one for each of `fields`, the parts of a content that is a list; None: the content as it came.
     """
 
     message: Message
@@ -89,17 +116,21 @@ class _InPieces:
     fields: tuple[Mapping[str, Any], ...] | None = None
 
     @classmethod
-    def of(cls, message: Message, as_list: Callable[[Any], bool], front: Sequence[str | Slot]) -> _InPieces:
-        """Texts that stand next to each other are lines of one where the template takes no list, as in vLLM."""
+    def of(cls, message: Message, takes_text: bool, takes_parts: bool, front: Sequence[str | Slot]) -> _InPieces:
+        """By the forms of content that the template takes (`_forms`)."""
         content, pieces = message.get("content"), message_parts(message)
-        if not front and (not pieces or (isinstance(content, str) and not as_list(content))):
+        # the template gets a list of parts where one came, or where it takes nothing else
+        own = isinstance(content, str) or any(isinstance(piece, Generated) for piece in pieces)
+        as_list = takes_parts and not (own and takes_text)
+        if not front and (not pieces or (isinstance(content, str) and not as_list)):
             return cls(message)
-        texts: list[tuple[str | Slot, ...]] = []
-        row, fields = list(front), []
-        if not as_list(content):
+        row = list(front)
+        if not as_list:  # texts that stand next to each other are lines of one, as in vLLM
             for before, piece in zip([None, *pieces], pieces, strict=False):
                 row += ["\n", piece] if isinstance(before, str) and isinstance(piece, str) else [piece]
             return cls(message, (tuple(row),))
+        texts: list[tuple[str | Slot, ...]] = []
+        fields = []
         for piece, part in zip(pieces, [{"type": "text"}] if isinstance(content, str) else content or (), strict=True):
             row.append(piece)
             if isinstance(piece, str):
@@ -121,60 +152,26 @@ class _InPieces:
         """Whether documents are all that it has."""
         return not any(isinstance(piece, str) and piece.strip() for text in self.texts or () for piece in text)
 
-    def written(self, fills: Sequence[str], *, trimmed: bool = False) -> Message:
-        """The message for a template, with `fills` in place of its slots."""
+    def written(self, fills: Iterator[str], *, trimmed: bool) -> Message:
+        """The message for a template, with the next of `fills` in place of its slots.
+
+        `trimmed`: without the white space around a request's documents, where nothing but these is in front of it.
+        """
         if self.texts is None:
             return self.message
-        left = iter(fills)
-        texts = [
-            "".join(next(left) if isinstance(piece, Slot) else piece for piece in (_trimmed(text) if trimmed else text))
-            for text in self.texts
-        ]
+        texts = []
+        for text in self.texts:
+            pieces = list(text)
+            for place, piece in enumerate(text if trimmed and Reference(None) in text else ()):
+                if isinstance(piece, str):
+                    pieces[place] = piece.lstrip()
+                    if pieces[place]:
+                        break
+            texts.append("".join(next(fills) if isinstance(piece, Slot) else piece for piece in pieces))
         if self.fields is None:
             return {**self.message, "content": texts[0]}
-        return {
-            **self.message,
-            "content": [{**part, "text": text} for part, text in zip(self.fields, texts, strict=True)],
-        }
-
-
-def _trimmed(pieces: Sequence[str | Slot]) -> Sequence[str | Slot]:
-    """Without the white space around a request's documents, where nothing but these is in front of it."""
-    kept = list(pieces)
-    for place, piece in enumerate(pieces if Reference(None) in pieces else ()):
-        if isinstance(piece, str):
-            kept[place] = piece.lstrip()
-            if kept[place]:
-                break
-    return kept
-
-
-def _with_slots(chat: Sequence[_InPieces], slots: Sequence[Slot], render: Render) -> Rendered:
-    def rendered(fills: Sequence[str], *, trimmed: bool = False) -> Rendered:
-        left = iter(fills)
-        return render([each.written([next(left) for _ in each.slots], trimmed=trimmed) for each in chat])
-
-    # digits stay what they are in JSON, in capitals, and at the edge of a text that is trimmed
-    mark, stand_in = str(secrets.randbits(128) | 1 << 127), str(secrets.randbits(96) | 1 << 95)
-
-    def plain(stand_in: str) -> list[str]:
-        # a request's documents are none of the message's words, but a message that is all documents isn't empty
-        inside = [each.wordless or slot != Reference(None) for each in chat for slot in each.slots]
-        return [s.text if isinstance(s, Generated) else stand_in * i for s, i in zip(slots, inside, strict=True)]
-
-    base = rendered(plain(stand_in))
-    if base.token_ids is not None:  # from which nothing can be taken
-        base = rendered(plain(""))
-    base = replace(base, text=base.text.replace(stand_in, ""))
-    reason = ""
-    # an answer that the template changes is a text like any other
-    for tokens_stay in (True, False)[not any(isinstance(slot, Generated) for slot in slots) :]:
-        fills = [_marked(slot, f"{mark}{n:07d}", tokens_stay) for n, slot in enumerate(slots)]
-        for trimmed in (False, True)[: 1 + (Reference(None) in slots)]:  # in front of a text that the template trims
-            placed, reason = _find(rendered(fills, trimmed=trimmed).text, base.text, slots, mark)
-            if not reason:
-                return replace(base, slots=tuple(placed))
-    raise ValueError(f"the chat template {reason}: documents can't be placed in it")
+        parts = [{**part, "text": text} for part, text in zip(self.fields, texts, strict=True)]
+        return {**self.message, "content": parts}
 
 
 def _marked(slot: Slot, mark: str, tokens_stay: bool) -> str:
@@ -225,32 +222,14 @@ def _render(tokenizer: Any, messages: Sequence[Message], arguments: Mapping[str,
         words = " ".join(str(error).split()) or type(error).__name__
         # without its folder: clients of a server read it too
         place = PurePath(str(getattr(tokenizer, "name_or_path", ""))).name
-        template = (
-            f"the tokenizer's chat template ({place and f'{place}/'}chat_template.jinja or tokenizer_config.json)"
-        )
+        files = f"{place and f'{place}/'}chat_template.jinja or tokenizer_config.json"
+        template = f"the tokenizer's chat template ({files})"
         if type(error) is TemplateError:  # which templates raise themselves
             raise ValueError(f"{template} doesn't take these messages: {words}") from error
         raise ValueError(
             f"{template} fails with these messages ({type(error).__name__}: {words}): if they are right, mend it, or "
             "take the one that the model was published with"
         ) from error
-
-
-def _form_wanted(tokenizer: Any, arguments: Mapping[str, Any]) -> Callable[[Any], bool]:
-    """Says of a content whether the template gets a list of parts for it: where one came, or it takes nothing else."""
-    takes_text = takes_parts = True
-    if not makes_tokens(tokenizer):
-        try:
-            template = tokenizer.get_chat_template(arguments.get("chat_template"), arguments.get("tools"))
-        except ValueError as error:
-            raise ValueError(f"the tokenizer has no chat template for this: {error}") from error
-        takes_text, takes_parts = _forms(tokenizer, template)
-
-    def as_list(content: Any) -> bool:
-        own = isinstance(content, str) or any(isinstance(part, Generated) for part in content or ())
-        return takes_parts and not (own and takes_text)
-
-    return as_list
 
 
 @lru_cache(8)
@@ -310,10 +289,15 @@ def tokens_around(tokenizer: Any, rendered: Rendered) -> list[tuple[int, ...]]:
 
     What one token of the whole text would hold from both sides of a cut is tokenised on each side by itself.
     """
-    text = rendered.text
+    text, ids, offsets = rendered.text, rendered.token_ids, rendered.offsets
     if not rendered.slots:
-        return [tuple(encoded(tokenizer, text)) if rendered.token_ids is None else rendered.token_ids]
-    whole = _TokenizedText.of(tokenizer, rendered)
+        return [tuple(encoded(tokenizer, text)) if ids is None else ids]
+    if ids is None and getattr(tokenizer, "is_fast", False):
+        with lock_of(tokenizer):
+            found = tokenizer(text, add_special_tokens=False, return_offsets_mapping=True)
+        ids, offsets = found["input_ids"], found["offset_mapping"]
+    begins, ends = [begin for begin, _ in offsets], [end for _, end in offsets]
+    whole = _TokenizedText(tokenizer, text, ids or (), begins, ends, frozenset(tokenizer.all_special_ids))
     starts = [0, *(end for _, end, _ in rendered.slots)]
     stops = [*(start for start, _, _ in rendered.slots), len(text)]
     return [tuple(whole.between(start, stop)) for start, stop in zip(starts, stops, strict=True)]
@@ -329,16 +313,6 @@ class _TokenizedText:
     begins: Sequence[int]
     ends: Sequence[int]
     special: frozenset[int]
-
-    @classmethod
-    def of(cls, tokenizer: Any, rendered: Rendered) -> _TokenizedText:
-        ids, offsets = rendered.token_ids, rendered.offsets
-        if ids is None and getattr(tokenizer, "is_fast", False):
-            with lock_of(tokenizer):
-                found = tokenizer(rendered.text, add_special_tokens=False, return_offsets_mapping=True)
-            ids, offsets = found["input_ids"], found["offset_mapping"]
-        begins, ends = [begin for begin, _ in offsets], [end for _, end in offsets]
-        return cls(tokenizer, rendered.text, ids or (), begins, ends, frozenset(tokenizer.all_special_ids))
 
     def between(self, start: int, stop: int) -> list[int]:
         """Token ids of the text from `start` to `stop`."""

@@ -144,13 +144,13 @@ def test_an_insertion_moves_what_it_is_in() -> None:
 
 def test_what_was_found_in_a_message_is_remembered_for_who_sent_it(monkeypatch: pytest.MonkeyPatch) -> None:
     finder, read = SegmentFinder(NANO, least=16, most=256), list[int]()
-    places = SegmentFinder._places
+    joints = SegmentFinder._joints
 
     def counted(self: SegmentFinder, token_ids: Any) -> Any:
         read.append(len(token_ids))
-        return places(self, token_ids)
+        return joints(self, token_ids)
 
-    monkeypatch.setattr(SegmentFinder, "_places", counted)
+    monkeypatch.setattr(SegmentFinder, "_joints", counted)
     text = LABELLED["numbered"](CHUNKS)
     first, longer = chat(text), chat(text, "And when was that, and who was there?")
     found = finder.find(first, "alice")
