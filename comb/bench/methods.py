@@ -19,7 +19,7 @@ import typer
 
 from comb.bench.harness import BenchmarkReport, benchmark
 from comb.bench.options import Methods, QuestionOptions, split_methods
-from comb.documents.datasets import DATA, Counts
+from comb.documents.datasets import DATA
 from comb.documents.document import Example
 from comb.evaluation.journal import Journal
 from comb.evaluation.plot import METRICS, Frontier, Panel, Quality
@@ -197,7 +197,7 @@ def _question_set(plain: Setting, each: EvaluationSet, options: MethodsOptions, 
     rules = AnswerRules(options.max_new_tokens or each.max_new_tokens, template.stop)
     setting = replace(plain, builder=template.builder(plain.tokenizer), query_template=template.query)
     found = each.read(folder, options.seed)
-    counts = Counts.from_dict(found.counts.to_dict())
+    counts = found.counts
     counts.drop("over the limit", max(0, len(found) - wanted))
     examples = drop_too_long(setting, found.examples[:wanted], ["full"], rules.max_new_tokens, counts)
     source = {"dataset": each.dataset, "split": each.split, "options": each.options}

@@ -83,7 +83,8 @@ class ConfiguredSide:
                 text = by_id[tokens[place].id]
                 id = f"{name}{f'@{turn + 1}' if turn else ''}/{text.id}"
                 mixed.append((replace(tokens[place], id=id), replace(text, id=id, group=f"{name}/{text.group}")))
-        return mixed, Counts.of_sets({name: counts for name, (_, _, counts) in found.items()})
+        sets = {name: counts for name, (_, _, counts) in found.items()}
+        return mixed, Counts(read=sum(counts.read for counts in sets.values()), sets=sets)
 
     def numbers(self, sizes: dict[str, int]) -> dict[str, int]:
         """How many examples each set of a mixture gives."""
