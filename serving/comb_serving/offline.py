@@ -19,9 +19,9 @@ from vllm import SamplingParams
 from comb.backbones.loading import resolve_name
 from comb.documents.document import Document, PromptBuilder
 from comb_serving.api.choice import MethodChoice
-from comb_serving.api.conversion import as_rendered, renders_alike
+from comb_serving.api.conversation import as_rendered, renders_alike
+from comb_serving.api.http import RequestError
 from comb_serving.api.preprocessor import PreprocessedRequest, Preprocessor, tokenizer_of
-from comb_serving.api.request_error import RequestError
 from comb_serving.api.response import report
 from comb_serving.api.routes import CHAT, COMPLETIONS
 from comb_serving.config.instance import instance_folder, read_secret
@@ -30,10 +30,9 @@ from comb_serving.encoding.compiler import DocumentPrompt, LocalCompiler
 from comb_serving.launch.preflight import check_start
 from comb_serving.linking.layout import LinkingLayout
 from comb_serving.linking.methods import LinkMethod
-from comb_serving.linking.reports import ReportReceiver, name_of
 from comb_serving.manager.leases import Lease
 from comb_serving.manager.manager import NO_PLACE, PICManager
-from comb_serving.pool.capability import KEY
+from comb_serving.pool.capability import KEY, ReportReceiver, name_of
 from comb_serving.vllm.linking.setup import linking_options
 
 OURS = ("backbone", "pool_bytes", "pool_block", "host_bytes", "disk_path", "disk_bytes", "lora_documents")
@@ -166,7 +165,7 @@ class LLM(vllm.LLM):
                 self._loop.call_soon_threadsafe(each.release)
         for one, lease, token, output in zip(found, held, tokens, outputs, strict=True):
             link = None if token is None else self._reports.take(name_of(token))
-            output.comb = {**report(one, lease), **({} if link is None else asdict(link))}
+            output.comb = report(one, lease, link)
         return outputs
 
     async def _linked(self, path: str, body: dict[str, Any], held: list[Lease | None]) -> PreprocessedRequest:

@@ -41,7 +41,7 @@ serve.__signature__ = inspect.Signature([_context, *ServeOptions.parameters()]) 
 
 def add_commands(app: typer.Typer) -> None:
     """Adds `serve` and `bench serve` to the `comb` application."""
-    from comb.bench.commands import benchmarks
+    from comb.bench import benchmarks
 
     benchmarks.look_in("comb_serving.bench.serve")
     app.command("serve", context_settings={"allow_extra_args": True, "ignore_unknown_options": True})(serve)

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from comb_serving.api.routes import CHAT, COMPLETIONS, GENERATION, MESSAGES, RESPONSES
-from comb_serving.config.tenants import key_hash
+from comb_serving.config.serve_options import key_hash
 from tests.helpers.fakes import until
 from tests.helpers.middleware_server import DOCUMENTS, LAYOUT, Server, chat
 from tests.helpers.middleware_server import MESSAGES as ASKED

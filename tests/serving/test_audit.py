@@ -9,9 +9,9 @@ from typing import Any
 
 import pytest
 
-from comb_serving.api.audit import Audit
 from comb_serving.api.preprocessor import PreprocessedRequest
 from comb_serving.api.routes import CHAT, COMPLETIONS
+from comb_serving.api.self_check import Audit
 from comb_serving.linking.layout import LinkingLayout
 from comb_serving.pool.capability import KEY, Capability
 from tests.helpers.middleware_server import SECRET, Server, chat

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from comb_serving.api.cohere import CohereWriter, answer, as_chat
-from comb_serving.api.request_error import RequestError
+from comb_serving.api.http import RequestError
 from comb_serving.api.routes import CHAT, COHERE
 from tests.helpers.middleware_server import Server, ids_of
 

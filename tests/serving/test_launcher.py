@@ -17,8 +17,7 @@ from typing import Any
 import pytest
 
 from comb_serving.config.instance import LOCK, PREFIX, instance_folder, note_segments, remove_abandoned
-from comb_serving.config.serve_options import ServeOptions, flag_of, parse_bytes, parse_pool_size, parse_share
-from comb_serving.config.tenants import key_hash
+from comb_serving.config.serve_options import ServeOptions, flag_of, key_hash, parse_bytes, parse_pool_size, parse_share
 from comb_serving.launch.launcher import launch, read_flags, tokenizer_flags
 from tests.helpers.processes import wait_for, wait_until_gone
 

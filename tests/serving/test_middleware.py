@@ -12,9 +12,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from comb_serving.api.conversation import messages_of
-from comb_serving.api.request_error import RequestError
+from comb_serving.api.http import RequestError
 from comb_serving.api.routes import CHAT, COMPLETIONS, GENERATION, MESSAGES, PASSED, RESPONSES
-from comb_serving.config.tenants import key_hash
+from comb_serving.config.serve_options import key_hash
 from comb_serving.pool.capability import KEY, Capability, digest
 from tests.helpers.fakes import Client, until
 from tests.helpers.middleware_server import BUILDER, DOCUMENTS, LAYOUT, SECRET, Server, chat, documents_of, ids_of

@@ -10,10 +10,19 @@ from typing import Any
 import pytest
 
 from comb_serving.api.routes import CHAT, COMPLETIONS, SWITCH
-from comb_serving.config.tenants import key_hash
+from comb_serving.config.serve_options import key_hash
 from comb_serving.linking.layout import LinkingLayout
-from comb_serving.linking.reports import LinkReport, ReportReceiver, ReportSender, name_of
-from comb_serving.pool.capability import KEY, MARK, Capability, digest, unpack
+from comb_serving.pool.capability import (
+    KEY,
+    MARK,
+    Capability,
+    LinkReport,
+    ReportReceiver,
+    ReportSender,
+    digest,
+    name_of,
+    unpack,
+)
 from tests.helpers.fakes import until
 from tests.helpers.middleware_server import BUILDER, DOCUMENTS, SECRET, Server, chat, ids_of
 from tests.helpers.middleware_server import MESSAGES as ASKED

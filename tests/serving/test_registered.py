@@ -20,8 +20,8 @@ import pytest
 from comb.cache.store import PICacheStore
 from comb.documents.document import PromptBuilder
 from comb_serving.api import registered
-from comb_serving.api.routes import CHAT, DOCUMENTS, SWITCH
-from comb_serving.config.tenants import key_hash, tenant_of
+from comb_serving.api.routes import CHAT, DOCUMENTS, SWITCH, tenant_of
+from comb_serving.config.serve_options import key_hash
 from tests.helpers import middleware_server
 from tests.helpers.fakes import IDENTITY, Client, until
 from tests.helpers.middleware_server import BUILDER, Server, chat

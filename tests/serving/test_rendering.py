@@ -15,9 +15,9 @@ from hypothesis import strategies as st
 from comb import PICEngine, PromptBuilder
 from comb.documents.document import Prompt
 from comb_serving.api.choice import MethodChoice
-from comb_serving.api.conversion import renders_alike
+from comb_serving.api.conversation import renders_alike
+from comb_serving.api.http import RequestError
 from comb_serving.api.preprocessor import Preprocessor
-from comb_serving.api.request_error import RequestError
 from comb_serving.api.routes import CHAT, COMPLETIONS, MESSAGES, RESPONSES
 from comb_serving.config.serve_options import ServeOptions
 from tests.helpers.byte_text import byte_tokenizer

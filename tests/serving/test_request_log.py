@@ -9,10 +9,9 @@ from typing import Any
 
 import pytest
 
-from comb_serving.api.routes import CHAT
-from comb_serving.config.logs import JSONFormatter, configure
+from comb_serving.api.routes import CHAT, tenant_of
+from comb_serving.config.instance import JSONFormatter, configure
 from comb_serving.config.serve_options import ServeOptions
-from comb_serving.config.tenants import tenant_of
 from tests.helpers.fakes import Client, until
 from tests.helpers.middleware_server import MESSAGES, Server, chat
 

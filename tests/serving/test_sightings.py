@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from comb_serving.api.request_error import RequestError
+from comb_serving.api.http import RequestError
 from comb_serving.manager import sightings
 from comb_serving.manager.leases import WantedDocument
 from comb_serving.manager.sightings import Sightings
@@ -166,5 +166,5 @@ async def test_nothing_is_held_over_a_tenants_share() -> None:
 def test_a_request_widens_nothing_that_the_operator_has_not_allowed(asked: str, message: str) -> None:
     choice = server().app.front().preprocessor.choice
     with pytest.raises(RequestError, match=message):
-        choice.segments_of({"segments": asked})
-    assert choice.segments_of({"segments": "off"}) is choice.segments_of(None) is False
+        choice.of_request({"segments": asked})
+    assert choice.of_request({"segments": "off"}) == choice.of_request(None) == (choice.current, False)

@@ -12,11 +12,10 @@ from typing import Any
 import pytest
 import torch
 
-from comb_serving.api.start_check import check_start
+from comb_serving.api.self_check import check_start
 from comb_serving.linking.layout import LinkingLayout
 from comb_serving.linking.methods import LinkMethod
-from comb_serving.linking.reports import LinkReport, ReportReceiver, ReportSender, name_of
-from comb_serving.pool.capability import KEY, Capability
+from comb_serving.pool.capability import KEY, Capability, LinkReport, ReportReceiver, ReportSender, name_of
 from tests.helpers.middleware_server import SECRET, Server
 
 pytestmark = pytest.mark.vllm

@@ -7,8 +7,7 @@ import asyncio
 import pytest
 
 from comb_serving.api.routes import CHAT, SWITCH
-from comb_serving.config.serve_options import ServeOptions
-from comb_serving.config.tenants import key_hash
+from comb_serving.config.serve_options import ServeOptions, key_hash
 from comb_serving.launch.launcher import launch
 from comb_serving.pool.capability import KEY
 from tests.helpers.fakes import until

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from comb_serving.api.fields import document_part
-from comb_serving.api.request_error import RequestError
+from comb_serving.api.http import RequestError
 from comb_serving.api.response import ResponseWriter
 from comb_serving.api.routes import CHAT, MESSAGES
 from tests.helpers.middleware_server import BUILDER, Server, documents_of, ids_of

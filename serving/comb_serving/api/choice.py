@@ -8,7 +8,7 @@ from __future__ import annotations
 import logging
 from typing import Any
 
-from comb_serving.api.request_error import RequestError
+from comb_serving.api.http import RequestError
 from comb_serving.config.serve_options import ServeOptions
 from comb_serving.linking.methods import FULL, LinkMethod
 
@@ -34,37 +34,30 @@ class MethodChoice:
         self.current = self.started
         self.segments = options.segments
 
-    def segments_of(self, asked: Any) -> bool:
-        """Whether segments are looked for in a request with this `comb`; takes what it says of them out of it."""
-        wanted = asked.pop("segments", self.segments) if isinstance(asked, dict) else self.segments
-        if wanted not in ("auto", "off"):
-            raise RequestError(400, f'comb.segments is "auto" or "off", not {str(wanted)[:40]}', param="comb")
-        if wanted == "auto" and self.segments == "off":
-            raise RequestError(400, "this server was started without --comb-segments", param="comb")
-        return bool(wanted == "auto")
-
-    @property
-    def switchable(self) -> bool:
-        """Whether something can be linked at all."""
-        return not self.started.full
-
     def about(self, method: LinkMethod) -> dict[str, Any]:
         """A method as answers and logs say it: ``{"encoder": true}`` or ``{"method": "legolink:16"}``."""
         return {"method": method.name} if self.plain else {"encoder": not method.full}
 
-    def of_request(self, asked: Any) -> LinkMethod:
-        """The method of a request with this `comb`; while linking is switched off, none can switch it on for itself."""
-        if asked is None or asked == {}:
-            return self.current
-        if not isinstance(asked, dict):
+    def of_request(self, asked: Any) -> tuple[LinkMethod, bool]:
+        """The method of a request with this `comb`, and whether segments are looked for in it.
+
+        While linking is switched off, no request can switch it on for itself. Raises RequestError (400).
+        """
+        if asked is not None and not isinstance(asked, dict):
             raise RequestError(400, f"comb is an object, not {str(asked)[:80]}", param="comb")
-        wanted = self._read(asked, "comb")
-        return self.current if self.current.full else wanted
+        asked = dict(asked or {})
+        segments = asked.pop("segments", self.segments)
+        if segments not in ("auto", "off"):
+            raise RequestError(400, f'comb.segments is "auto" or "off", not {str(segments)[:40]}', param="comb")
+        if segments == "auto" and self.segments == "off":
+            raise RequestError(400, "this server was started without --comb-segments", param="comb")
+        wanted = self._read(asked, "comb") if asked else self.current
+        return self.current if self.current.full else wanted, segments == "auto"
 
     def switch(self, asked: dict[str, Any]) -> None:
         """Changes what requests get from now on. Raises RequestError: 400, or 409 where there is no pool."""
         wanted = self._read(asked, "method" if self.plain else "encoder")
-        if not wanted.full and not self.switchable:
+        if self.started.full and not wanted.full:
             raise RequestError(409, "the server was started with nothing linked, so it has no pool for documents")
         if self.current != wanted:
             logger.warning("switched to %s", self.about(wanted))
@@ -94,7 +87,7 @@ class MethodChoice:
             raise refusal(
                 f"{method.name} has to see what questions look at: start the server with --method {method.name}"
             )
-        if self.switchable and not method.full and method.compiled != self.started.compiled:
+        if not self.started.full and not method.full and method.compiled != self.started.compiled:
             alike = {"alone": "naive, legolink:k", "prose": "primed:k"}.get(self.started.compiled, self.started.name)
             raise refusal(
                 f"{method.name} wants documents compiled in another way than those here: ask for {alike} or full"

@@ -6,15 +6,15 @@ vLLM's own route of that name, for Cohere's models, isn't used: it has no place 
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
-from comb_serving.api.body import Message, Send
-from comb_serving.api.request_error import RequestError
+from comb_serving.api.http import AnswerRewriter, RequestError, Send
 
 _SAME = {"model", "documents", "stream", "max_tokens", "temperature", "seed", "frequency_penalty", "presence_penalty",
          "tools", "priority", "chat_template_kwargs", "comb", "cache_salt"}  # fmt: skip
 _NAMED = {"stop_sequences": "stop", "k": "top_k", "p": "top_p"}
+_CONVERTED = ("messages", "tool_choice", "response_format")
 _CHOICES = {"REQUIRED": "required", "NONE": "none"}
 _ENDS = {"stop": "COMPLETE", "length": "MAX_TOKENS", "tool_calls": "TOOL_CALL"}
 
@@ -25,14 +25,30 @@ def as_chat(body: Mapping[str, Any]) -> dict[str, Any]:
     for name, value in body.items():
         if name in _NAMED and value is not None:
             chat[_NAMED[name]] = value
-        elif name not in _SAME and name not in ("messages", "tool_choice", "response_format"):
-            _check_off(name, value)
+        elif name == "citation_options":  # fields that say what is so anyway are taken
+            mode = value.get("mode") if isinstance(value, Mapping) else value
+            if mode not in (None, "OFF", "off"):
+                reason = (
+                    'citations aren\'t given, as no model here marks its sources: {"mode": "OFF"}, and ask it to quote'
+                )
+                raise RequestError(400, reason, param=name)
+        elif name == "safety_mode":
+            if value not in (None, "OFF", "NONE"):
+                raise RequestError(400, "there is no safety_mode here: leave it out, or say OFF", param=name)
+        elif name not in (*_SAME, *_NAMED, *_CONVERTED) and value is not None and value is not False:
+            raise RequestError(400, f"{name} can't be given here: leave it out", param=name)
     if (choice := body.get("tool_choice")) is not None:
         if choice not in _CHOICES:
             raise RequestError(400, f"tool_choice is one of {', '.join(_CHOICES)}", param="tool_choice")
         chat["tool_choice"] = _CHOICES[choice]
     if (form := body.get("response_format")) is not None:
-        chat["response_format"] = _response_format(form)
+        kind = form.get("type") if isinstance(form, Mapping) else None
+        if kind not in ("text", "json_object"):
+            raise RequestError(400, "response_format is of type text or json_object", param="response_format")
+        chat["response_format"] = {"type": kind}
+        schema = form.get("json_schema") or form.get("schema")
+        if kind == "json_object" and schema is not None:
+            chat["response_format"] = {"type": "json_schema", "json_schema": {"name": "answer", "schema": schema}}
     messages = body.get("messages")
     if not isinstance(messages, list) or not all(isinstance(message, dict) for message in messages):
         raise RequestError(400, "messages is a list of objects with role and content", param="messages")
@@ -42,95 +58,24 @@ def as_chat(body: Mapping[str, Any]) -> dict[str, Any]:
     return chat
 
 
-def _check_off(name: str, value: Any) -> None:
-    """Whether a field says what is so anyway."""
-    if name == "citation_options":
-        mode = value.get("mode") if isinstance(value, Mapping) else value
-        if mode not in (None, "OFF", "off"):
-            reason = 'citations aren\'t given, as no model here marks its sources: {"mode": "OFF"}, and ask it to quote'
-            raise RequestError(400, reason, param=name)
-    elif name == "safety_mode":
-        if value not in (None, "OFF", "NONE"):
-            raise RequestError(400, "there is no safety_mode here: leave it out, or say OFF", param=name)
-    elif value is not None and value is not False:
-        raise RequestError(400, f"{name} can't be given here: leave it out", param=name)
-
-
-def _response_format(form: Any) -> dict[str, Any]:
-    kind = form.get("type") if isinstance(form, Mapping) else None
-    if kind not in ("text", "json_object"):
-        raise RequestError(400, "response_format is of type text or json_object", param="response_format")
-    schema = form.get("json_schema") or form.get("schema")
-    if kind == "json_object" and schema is not None:
-        return {"type": "json_schema", "json_schema": {"name": "answer", "schema": schema}}
-    return {"type": kind}
-
-
 def _message(message: Mapping[str, Any]) -> dict[str, Any]:
     """A message as a chat has it: what a tool has answered with documents is its text."""
     known = {name: message[name] for name in ("role", "tool_calls", "tool_call_id") if message.get(name) is not None}
     content = message.get("content")
     if message.get("role") == "tool" and isinstance(content, list):
-        content = "\n".join(map(_tool_text, content))
+        texts = []
+        for part in content:
+            kind = part.get("type") if isinstance(part, Mapping) else None
+            if kind == "text" and isinstance(part.get("text"), str):
+                texts.append(part["text"])
+                continue
+            document = part.get("document") if kind == "document" else None
+            data = document.get("data") if isinstance(document, Mapping) else None
+            if not isinstance(data, str | Mapping):
+                raise RequestError(400, "a tool's content is texts, and documents with data", param="messages")
+            texts.append(data if isinstance(data, str) else json.dumps(data, ensure_ascii=False))
+        content = "\n".join(texts)
     return {**known, "content": message.get("tool_plan") if content is None else content}
-
-
-def _tool_text(part: Any) -> str:
-    if isinstance(part, Mapping) and part.get("type") == "text" and isinstance(part.get("text"), str):
-        return str(part["text"])
-    document = part.get("document") if isinstance(part, Mapping) and part.get("type") == "document" else None
-    data = document.get("data") if isinstance(document, Mapping) else None
-    if not isinstance(data, str | Mapping):
-        raise RequestError(400, "a tool's content is texts, and documents with data", param="messages")
-    return data if isinstance(data, str) else json.dumps(data, ensure_ascii=False)
-
-
-class CohereWriter:
-    """A `send` for a chat completion that passes it on as Cohere's answer; errors go as they are."""
-
-    def __init__(self, send: Send) -> None:
-        self.send = send
-        self._start: Message | None = None
-        self._convert: Callable[[bytes, bool], bytes] | None = None
-        self._body = b""
-        self._stream = _EventsOfChat()
-
-    async def __call__(self, message: Message) -> None:
-        if message["type"] == "http.response.start":
-            kind = dict(message.get("headers", ())).get(b"content-type", b"")
-            streams = kind.startswith(b"text/event-stream")
-            if message["status"] == 200 and (streams or kind.startswith(b"application/json")):
-                self._convert = self._events if streams else self._whole
-            if self._convert is None or streams:
-                await self.send(message)
-            else:
-                self._start = message  # its length is known at the end
-            return
-        if self._convert is None or message["type"] != "http.response.body":
-            await self.send(message)
-            return
-        more = message.get("more_body", False)
-        out = self._convert(message.get("body", b""), more)
-        if self._start is not None and not more:
-            headers = [(name, value) for name, value in self._start["headers"] if name.lower() != b"content-length"]
-            await self.send({**self._start, "headers": [*headers, (b"content-length", str(len(out)).encode())]})
-        if out or not more:
-            await self.send({"type": "http.response.body", "body": out, "more_body": more})
-
-    def _whole(self, part: bytes, more: bool) -> bytes:
-        self._body += part
-        if more:
-            return b""
-        payload = json.loads(self._body)
-        return json.dumps(answer(payload) if "choices" in payload else payload, ensure_ascii=False).encode()
-
-    def _events(self, part: bytes, more: bool) -> bytes:
-        *events, self._body = (self._body + part).split(b"\n\n")
-        found = (event.partition(b"data: ")[2] for event in events)
-        chunks = [json.loads(data) for data in found if data and data != b"[DONE]"]
-        made = [each for chunk in chunks for each in self._stream.events(chunk)]
-        texts = (f"event: {each['type']}\ndata: {json.dumps(each, ensure_ascii=False)}\n\n" for each in made)
-        return "".join(texts).encode()
 
 
 def answer(chat: Mapping[str, Any]) -> dict[str, Any]:
@@ -159,17 +104,28 @@ def _usage(usage: Mapping[str, Any] | None) -> dict[str, Any]:
     return {"billed_units": tokens, "tokens": tokens, "cached_tokens": cached}
 
 
-class _EventsOfChat:
-    """The events of a stream, from the chunks of a chat's."""
+class CohereWriter(AnswerRewriter):
+    """A `send` for a chat completion that passes it on as Cohere's answer."""
 
-    def __init__(self) -> None:
+    def __init__(self, send: Send) -> None:
+        super().__init__(send)
         self._name = ""
         self._end = "ERROR"
         self._open: tuple[str, int] | None = None  # thinking, text or tool-call, and its number
         self._parts = 0
 
-    def events(self, chunk: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
-        """What one chunk becomes."""
+    def whole(self, body: bytes) -> bytes:
+        payload = json.loads(body)
+        return json.dumps(answer(payload) if "choices" in payload else payload, ensure_ascii=False).encode()
+
+    def event(self, event: bytes) -> bytes:
+        data = event.partition(b"data: ")[2]
+        made = self._events(json.loads(data)) if data and data != b"[DONE]" else ()
+        texts = (f"event: {each['type']}\ndata: {json.dumps(each, ensure_ascii=False)}\n\n" for each in made)
+        return "".join(texts).encode()
+
+    def _events(self, chunk: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
+        """What one chunk of a chat's stream becomes."""
         if "error" in chunk:
             yield {"type": "error", **chunk}
             return

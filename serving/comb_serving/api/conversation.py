@@ -1,16 +1,29 @@
-"""The ways in which clients write a conversation, as the chat messages that the prompt builder takes."""
+"""Conversations, in whichever way clients write them, as the messages that vLLM's server hands to a chat template.
+
+Those with tools or reasoning go through vLLM's own conversions, so that what it would have rendered is what stands
+around the documents. Documents that messages name go through them as random words, which nothing else in a body can be.
+"""
 
 from __future__ import annotations
 
+import json
+import re
+import secrets
 from collections.abc import Mapping, Sequence
-from typing import Any
+from contextlib import suppress
+from dataclasses import replace
+from typing import Any, get_args
 
-from comb_serving.api.request_error import RequestError
+from comb.documents.document import PromptBuilder
+from comb.documents.rendering import TEMPLATE_RESERVED, makes_tokens
+from comb_serving.api.http import RequestError
 from comb_serving.api.routes import CHAT, MESSAGES, RESPONSES
 
 FIELD = {CHAT: "messages", RESPONSES: "input", MESSAGES: "messages"}  # where each has its turns
 _TEXTS = ("text", "input_text", "output_text")
-# what vLLM has rules for: it renders such bodies itself, or converts them for prompts with documents (`conversion`)
+_BILLING = "x-anthropic-billing-header"  # begins a line of one client's that changes with every request
+_FUNCTIONS = ("function", "custom", "namespace")  # tools that the client runs
+# what vLLM has rules for: it renders such bodies itself, or converts them for prompts with documents (`converted`)
 _VLLM_CONVERTS = {
     CHAT: ("tools", "reasoning_effort"), RESPONSES: ("tools", "reasoning"),
     MESSAGES: ("tools", "thinking", "output_config"),
@@ -28,19 +41,21 @@ def turns(path: str, body: Mapping[str, Any]) -> list[dict[str, Any]]:
     return found
 
 
-def messages_of(path: str, body: Mapping[str, Any]) -> list[dict[str, Any]] | None:
-    """All messages, with system texts; None where vLLM has to convert them (tools, reasoning). Raises RequestError."""
-    found = turns(path, body)
-    # of Messages' system texts and Responses' answers in parts, vLLM keeps some
-    chosen = any(
-        turn.get("role") == {MESSAGES: "system", RESPONSES: "assistant"}.get(path)
-        and (path == MESSAGES or isinstance(turn.get("content"), list))
-        for turn in found
-    )
-    if chosen or any(body.get(name) for name in _VLLM_CONVERTS[path]) or not all(map(_is_plain, found)):
-        return None
-    system = _system(path, body)
-    return [*system, *({**turn, "content": parts_of(turn["content"])} for turn in found)]
+def parts_of(content: Any) -> Any:
+    """A message's content as it stands, its parts as those of chat messages."""
+    if not isinstance(content, list):
+        return content
+    parts = []
+    for part in content:
+        if isinstance(part, str):
+            part = {"type": "text", "text": part}
+        elif isinstance(part, dict) and part.get("type") in _TEXTS:
+            part = {"type": "text", "text": part.get("text")}
+        parts.append(part)
+    return parts
+
+
+# ---- documents in messages ----
 
 
 def written_out(path: str, body: Mapping[str, Any]) -> list[dict[str, Any]]:
@@ -48,85 +63,293 @@ def written_out(path: str, body: Mapping[str, Any]) -> list[dict[str, Any]]:
 
     Those in answers of tools are refused: vLLM would leave them out.
     """
-    parts = [
-        part
-        for turn in turns(path, body)
-        for part in (turn["content"] if isinstance(turn.get("content"), list) else ())
-        if isinstance(part, dict)
-    ]
-    for part in parts:
-        answer = part.get("content") if part.get("type") == "tool_result" else None
-        for inner in answer if isinstance(answer, list) else ():
-            if isinstance(inner, dict) and inner.get("type") in ("document", "search_result"):
-                reason = "documents in a tool's answer aren't read: write their text, or put them beside it"
-                raise RequestError(400, reason, param=FIELD[path])
-    return [part for part in parts if _is_written_out(part)]
+    found = []
+    for turn in turns(path, body):
+        for part in turn["content"] if isinstance(turn.get("content"), list) else ():
+            answer = part.get("content") if isinstance(part, dict) and part.get("type") == "tool_result" else None
+            for inner in answer if isinstance(answer, list) else ():
+                if isinstance(inner, dict) and inner.get("type") in ("document", "search_result"):
+                    reason = "documents in a tool's answer aren't read: write their text, or put them beside it"
+                    raise RequestError(400, reason, param=FIELD[path])
+            if _is_document(part) and "source" in part:
+                found.append(part)
+    return found
 
 
 def with_names(path: str, body: dict[str, Any], names: Sequence[str]) -> dict[str, Any]:
     """The body with references by these names in place of the documents that `written_out` finds."""
     left = iter(names)
-
-    made = [
-        {
-            **turn,
-            "content": [
-                {"type": "document", "id": next(left)} if _is_written_out(part) else part for part in turn["content"]
-            ],
-        }
-        if isinstance(turn.get("content"), list)
-        else turn
-        for turn in turns(path, body)
-    ]
+    made = []
+    for turn in turns(path, body):
+        if isinstance(turn.get("content"), list):
+            content = [
+                {"type": "document", "id": next(left)} if _is_document(part) and "source" in part else part
+                for part in turn["content"]
+            ]
+            turn = {**turn, "content": content}
+        made.append(turn)
     return {**body, FIELD[path]: made}
-
-
-def _is_written_out(part: Any) -> bool:
-    return isinstance(part, dict) and part.get("type") == "document" and "source" in part
 
 
 def without_references(path: str, body: dict[str, Any]) -> dict[str, Any]:
     """The body for vLLM, which knows no parts of type document; it reads token ids instead of these messages."""
-    return {**body, FIELD[path]: [_without_documents(turn) for turn in turns(path, body)]}
+    made = []
+    for turn in turns(path, body):
+        if isinstance(turn.get("content"), list):
+            turn = {**turn, "content": [part for part in turn["content"] if not _is_document(part)] or ""}
+        made.append(turn)
+    return {**body, FIELD[path]: made}
 
 
-def _without_documents(turn: dict[str, Any]) -> dict[str, Any]:
-    if not isinstance(turn.get("content"), list):
-        return turn
-    left = [part for part in turn["content"] if not (isinstance(part, dict) and part.get("type") == "document")]
-    return {**turn, "content": left or ""}
+def _is_document(part: Any) -> bool:
+    return isinstance(part, dict) and part.get("type") == "document"
 
 
-def _is_plain(turn: Mapping[str, Any]) -> bool:
-    """Whether it is a message of text and documents, and no call of a tool or an answer of one."""
-    content = turn.get("content")
-    kinds = [part.get("type") for part in content if isinstance(part, dict)] if isinstance(content, list) else []
-    called = turn.get("tool_calls") or turn.get("reasoning") or turn.get("type", "message") != "message"
-    called = called or "role" not in turn
-    return content is not None and not called and not any(str(kind).startswith(("tool_", "thinking")) for kind in kinds)
+# ---- as chat messages ----
 
 
-def parts_of(content: Any) -> Any:
-    """A message's content as it stands, its parts as those of chat messages."""
-    if not isinstance(content, list):
-        return content
-    return [
-        {"type": "text", "text": part if isinstance(part, str) else part.get("text")}
-        if isinstance(part, str) or (isinstance(part, dict) and part.get("type") in _TEXTS)
-        else part
-        for part in content
-    ]
-
-
-def _system(path: str, body: Mapping[str, Any]) -> list[dict[str, Any]]:
-    given = {RESPONSES: body.get("instructions"), MESSAGES: body.get("system")}.get(path)
-    if not given:
-        return []
-    if isinstance(given, list) and path == MESSAGES:
-        texts = [part.get("text") if isinstance(part, dict) else None for part in given]
+def messages_of(path: str, body: Mapping[str, Any]) -> list[dict[str, Any]] | None:
+    """All messages, with system texts; None where vLLM has to convert them (tools, reasoning). Raises RequestError."""
+    messages, by_vllm = [], any(body.get(name) for name in _VLLM_CONVERTS[path])
+    for turn in turns(path, body):
+        content, role = turn.get("content"), turn.get("role")
+        kinds = [part.get("type") for part in content if isinstance(part, dict)] if isinstance(content, list) else []
+        by_vllm |= bool(
+            (content is None or role is None or turn.get("type", "message") != "message")
+            or (turn.get("tool_calls") or turn.get("reasoning"))
+            or any(str(kind).startswith(("tool_", "thinking")) for kind in kinds)
+            # of these, vLLM keeps some
+            or (path == MESSAGES and role == "system")
+            or (path == RESPONSES and role == "assistant" and isinstance(content, list))
+        )
+        messages.append({**turn, "content": parts_of(content)})
+    if by_vllm:
+        return None
+    system = {RESPONSES: body.get("instructions"), MESSAGES: body.get("system")}.get(path)
+    if not system:
+        return messages
+    if isinstance(system, list) and path == MESSAGES:
+        texts = [part.get("text") if isinstance(part, dict) else None for part in system]
         if all(isinstance(text, str) for text in texts):
-            # as vLLM: a line of one client's that changes with every request
-            given = "".join(str(text) for text in texts if not str(text).startswith("x-anthropic-billing-header"))
-    if not isinstance(given, str):
+            system = "".join(str(text) for text in texts if not str(text).startswith(_BILLING))  # as vLLM
+    if not isinstance(system, str):
         raise RequestError(400, "the system text is a text, or a list of parts of type text", param="system")
-    return [{"role": "system", "content": given}]
+    return [{"role": "system", "content": system}, *messages]
+
+
+def converted(
+    path: str, body: Mapping[str, Any], builder: PromptBuilder
+) -> tuple[list[dict[str, Any]], dict[str, Any]]:
+    """Chat messages as `PromptBuilder` takes them, and the arguments of the template, tools among them.
+
+    Raises:
+        RequestError: 400 for what vLLM's request of this kind doesn't allow, and for tools that the server would run:
+            it asks again behind those, without the documents.
+    """
+    references: list[dict[str, Any]] = []
+    mark = f"comb{secrets.token_hex(16)}n"
+    marked = []
+    for turn in turns(path, body):
+        if isinstance(turn.get("content"), list):
+            content = []
+            for part in turn["content"]:
+                if _is_document(part):
+                    kind = "input_text" if path == RESPONSES else "text"
+                    references.append(part)
+                    part = {"type": kind, "text": f"{mark}{len(references) - 1:07d}"}
+                content.append(part)
+            turn = {**turn, "content": content}
+        marked.append(turn)
+    for tool in body.get("tools") or () if path == RESPONSES else ():
+        if isinstance(tool, dict) and tool.get("type") not in _FUNCTIONS:
+            reason = f"tools of type {str(tool.get('type'))[:40]} can't be combined with documents in the prompt"
+            raise RequestError(400, reason, param="tools")
+    try:
+        found, tools, arguments = _by_vllm(path, {**body, FIELD[path]: marked}, builder)
+        messages = [_restored(each, references, mark) for each in found]
+    except Exception as error:  # errors of vLLM's own, and it looks into some fields before their types
+        raise RequestError(400, f"{type(error).__name__}: {error}"[:2000], param=FIELD[path]) from error
+    if arguments.get("continue_final_message"):
+        raise RequestError(400, "an unfinished last message can't be combined with documents", param=FIELD[path])
+    kept = {name: value for name, value in arguments.items() if value is not None and name not in TEMPLATE_RESERVED}
+    return messages, {**kept, **({"tools": tools} if tools else {})}
+
+
+def _by_vllm(
+    path: str, body: dict[str, Any], builder: PromptBuilder
+) -> tuple[list[Any], list[dict[str, Any]] | None, dict[str, Any]]:
+    """Messages, tools and the template's arguments, as vLLM makes them of such a body."""
+    from vllm.entrypoints.anthropic.protocol import AnthropicMessagesRequest
+    from vllm.entrypoints.anthropic.serving import AnthropicServingMessages
+    from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionRequest
+    from vllm.entrypoints.openai.responses.protocol import ResponsesRequest
+    from vllm.entrypoints.openai.responses.utils import construct_input_messages, construct_tool_dicts
+
+    request: Any
+    if path == RESPONSES:
+        request = ResponsesRequest.model_validate(body)
+        tools = construct_tool_dicts(request.tools, request.tool_choice)
+        messages = construct_input_messages(request_instructions=request.instructions, request_input=request.input)
+    else:
+        if path == CHAT:
+            request = ChatCompletionRequest.model_validate(body)
+        else:
+            given = AnthropicMessagesRequest.model_validate(body)
+            first = AnthropicServingMessages._detect_merge_inline_system(_template(builder))
+            effort = _least_effort(builder) if given.thinking and given.thinking.type == "disabled" else "none"
+            request = AnthropicServingMessages.to_chat_completion_request(
+                given, merge_inline_system=first, disabled_thinking_effort=effort
+            )
+        tools = None if request.tools is None else [tool.model_dump() for tool in request.tools]
+        # validation leaves iterators that can be read once in what came as lists
+        messages = body["messages"] if path == CHAT else request.messages
+    return list(messages), tools, request.build_chat_params(None, "auto").chat_template_kwargs
+
+
+def _least_effort(builder: PromptBuilder) -> Any:
+    """What vLLM takes for no thinking: `low` where the template refuses `none`, or takes it for another effort."""
+    from vllm.entrypoints.anthropic.protocol import AnthropicEffort
+
+    def prompt(effort: str) -> tuple[int, ...]:
+        wanted = {"reasoning_effort": effort, "enable_thinking": effort != "none"}
+        return replace(builder, chat_template_kwargs=wanted).build("Hi").flat
+
+    try:
+        none = prompt("none")
+    except ValueError:
+        return "low"
+    for effort in get_args(AnthropicEffort):
+        with suppress(ValueError):
+            if prompt(effort) == none:
+                return "low"
+    return "none"
+
+
+def _restored(message: Mapping[str, Any], references: list[dict[str, Any]], mark: str) -> dict[str, Any]:
+    """The message with its documents back in place, and arguments of calls as objects, as templates want them."""
+    message = dict(message)
+    if message.get("tool_calls"):
+        calls = []
+        for call in message["tool_calls"]:
+            function = dict(call["function"])
+            try:
+                given = function.get("arguments") or {}
+                found = json.loads(given) if isinstance(given, str) else given
+            except ValueError:
+                found = {}
+            # none where they aren't one, as vLLM has it
+            calls.append({**call, "function": {**function, "arguments": found if isinstance(found, dict) else {}}})
+        message["tool_calls"] = calls
+    content = parts_of(message.get("content"))
+    if not references or mark not in str(content):
+        return message
+    parts: list[Any] = []
+    for part in [{"type": "text", "text": content}] if isinstance(content, str) else content:
+        words = re.split(rf"{mark}(\d{{7}})", part["text"])
+        for place, word in enumerate(words):
+            if place % 2:
+                parts.append(references[int(word)])
+            elif word:
+                parts.append({"type": "text", "text": word})
+    return {**message, "content": parts}
+
+
+# ---- as rendered ----
+
+
+def as_rendered(messages: Sequence[Mapping[str, Any]], builder: PromptBuilder) -> list[dict[str, Any]]:
+    """Messages as vLLM's renderer hands them to the chat template.
+
+    Raises:
+        RequestError: 400 for what documents can't stand beside.
+    """
+    template = _template(builder)
+    found = [_known_fields(each) for each in messages]
+    if any(each["role"] == "developer" for each in found) and not re.search("""["']developer["']""", template):
+        found = [{**each, "role": "system"} if each["role"] == "developer" else each for each in found]
+        system = [each for each in found if each["role"] == "system"]
+        if found[0] not in system or len(system) > 1:  # all of them as one in front
+            texts = []
+            for each in system:
+                parts = (
+                    each["content"]
+                    if isinstance(each["content"], list)
+                    else [{"type": "text", "text": each["content"]}]
+                )
+                if any(part.get("type") == "document" for part in parts):
+                    reason = "the template has no such place for these messages' documents: name them in a user's"
+                    raise RequestError(400, reason, param="messages")
+                texts.append("\n".join(str(part.get("text", "")) for part in parts))
+            first = {"role": "system", "content": "\n\n".join(filter(None, texts))}
+            found = [first, *(each for each in found if each["role"] != "system")]
+    try:
+        from vllm.renderers.hf import _detect_content_format
+
+        in_parts = _detect_content_format(template, default="string") == "openai"
+    except ImportError:  # the middleware is tried without vLLM
+        in_parts = False
+    for each in found:
+        # of tools, contents are texts; documents stand in lists
+        as_parts, content = in_parts and each["role"] != "tool", each["content"]
+        if isinstance(content, str) and as_parts:
+            each["content"] = [{"type": "text", "text": content}]
+        elif isinstance(content, list) and not as_parts and not any(part["type"] == "document" for part in content):
+            each["content"] = "\n".join(str(part.get("text", "")) for part in content)
+    return found
+
+
+def renders_alike(config: Any, tokenizer: Any) -> bool:
+    """Whether vLLM makes chats of messages as the library does with this tokenizer: by its template, or mistral_common.
+
+    Args:
+        config: vLLM's ModelConfig.
+    """
+    from vllm.tokenizers.registry import tokenizer_args_from_config
+
+    mode = "mistral" if makes_tokens(tokenizer) else "hf"
+    return bool(config.hf_config.model_type != "gpt_oss" and tokenizer_args_from_config(config)[0] == mode)
+
+
+def _template(builder: PromptBuilder) -> str:
+    try:
+        return str(builder.tokenizer.get_chat_template(tools=builder.chat_template_kwargs.get("tools")))
+    except (AttributeError, NotImplementedError, ValueError):  # there is none, as the builder will say
+        return ""
+
+
+def _known_fields(message: Mapping[str, Any]) -> dict[str, Any]:
+    """The fields that vLLM hands to templates. Raises RequestError for parts that it would render itself."""
+    role, content = message.get("role"), message.get("content")
+    content = "" if content is None else parts_of(content)
+    for part in content if isinstance(content, list) else ():
+        kind = part.get("type") if isinstance(part, dict) else type(part).__name__
+        if kind not in ("text", "document"):
+            reason = f"parts of type {str(kind)[:40]} can't be combined with documents"
+            raise RequestError(400, reason, param="messages")
+    if role == "system":
+        content = _without_billing(content)
+    made = {"role": role, "content": content}
+    if role == "assistant" and message.get("tool_calls"):
+        made["tool_calls"] = message["tool_calls"]
+    if role == "assistant" and (thought := message.get("reasoning")) is not None:
+        made |= {"reasoning": thought, "reasoning_content": thought}  # its name in most templates
+    if role == "tool" and "tool_call_id" in message:
+        made["tool_call_id"] = message["tool_call_id"]
+    if role == "developer":
+        made["tools"] = message.get("tools")
+    return made | {name: message[name] for name in ("name", "task") if isinstance(message.get(name), str)}
+
+
+def _without_billing(content: Any) -> Any:
+    """A system text without the line of `_BILLING`, and without parts that were nothing else."""
+    if not isinstance(content, list):
+        billed = isinstance(content, str) and content.startswith(_BILLING)
+        return content.partition("\n")[2] if billed else content
+    left = []
+    for part in content:
+        text = part.get("text")
+        if isinstance(text, str) and text.startswith(_BILLING):
+            part = {**part, "text": text.partition("\n")[2]}
+        if part.get("text") != "" or text == "":
+            left.append(part)
+    return left

@@ -6,27 +6,24 @@ import asyncio
 import json
 import os
 from dataclasses import dataclass
-from functools import partial
-from pathlib import Path
-from typing import Any, TypeAlias, cast
+from typing import Any, TypeAlias
 
 from comb.documents.document import PromptBuilder
 from comb.documents.found import MOST, SegmentFinder
-from comb_serving.api.audit import Audit
 from comb_serving.api.choice import MethodChoice
-from comb_serving.api.conversion import renders_alike
+from comb_serving.api.conversation import renders_alike
 from comb_serving.api.preprocessor import Preprocessor, tokenizer_of
-from comb_serving.api.start_check import check_start
-from comb_serving.config.logs import configure
+from comb_serving.api.self_check import Audit, check_start
+from comb_serving.config.instance import configure
 from comb_serving.config.serve_options import ServeOptions, instance_dir, pool_path
 from comb_serving.encoding.compiler import EngineCompiler, Loras
-from comb_serving.encoding.protocol import EncoderError, Encoders
+from comb_serving.encoding.protocol import EncoderError
 from comb_serving.encoding.supervisor import EncoderProcesses
 from comb_serving.linking.layout import LinkingLayout
 from comb_serving.linking.methods import LinkMethod
-from comb_serving.linking.reports import ReportReceiver
 from comb_serving.manager.manager import PICManager
 from comb_serving.manager.sightings import Sightings
+from comb_serving.pool.capability import ReportReceiver
 from comb_serving.pool.shared_pool import PoolLayout, manifest_of
 
 ServedEncoders: TypeAlias = EncoderProcesses | EngineCompiler
@@ -57,27 +54,40 @@ class ServerFront:
         from comb_serving.api.metrics import CombCollector
 
         configure(options.log_format, "front")
-        manager = encoders = reports = None
+        encoders: ServedEncoders | None = None
+        layout: Any = None
+        manager = reports = sightings = None
         if options.has_pool:
             folder = instance_dir()
-            manager = manager_of(options, folder, secret)
-            encoders = cast(ServedEncoders, manager.encoders)
+            try:
+                if options.method is None:
+                    layout = PoolLayout(**json.loads(manifest_of(pool_path(folder, 0)).read_text()))
+                    encoders = EncoderProcesses(dict(os.environ), count=options.encoders)
+                    encoders.start()
+                else:
+                    layout = LinkingLayout.read(folder)
+                    method = LinkMethod.parse(options.method)
+                    encoders = EngineCompiler(layout, method, secret, keeps=options.has_tiers)
+            except FileNotFoundError as error:
+                made_of = "an adapter" if options.method is None else "a plain model that vLLM can link documents in"
+                reason = f"vLLM has made no pool in {folder}: does {options.checkpoint} hold {made_of}?"
+                raise ValueError(reason) from error
+            manager = PICManager(
+                layout, encoders, wait_seconds=options.wait_seconds, held_share=options.tenant_share,
+                pinned_share=options.pinned_share,
+            )  # fmt: skip
             reports = None if options.method is None else ReportReceiver(folder)
         builder = PromptBuilder(tokenizer_of(options), chat_template_kwargs=options.chat_template_kwargs)
-        sightings = None
-        if isinstance(encoders, EngineCompiler) and encoders.method.states:
-            assert manager is not None
-            sightings = Sightings(manager, None, encoders.spare)  # of what is in front of documents
-        if options.segments == "auto":
-            assert manager is not None
-            assert isinstance(encoders, EngineCompiler)  # `check_start` lets nobody else ask for it
-            assert isinstance(manager.layout, LinkingLayout)
-            most = min(MOST, manager.layout.max_document_tokens - len(manager.layout.front))
-            finder = SegmentFinder(
-                builder.tokenizer, least=options.segment_tokens, most=most, patterns=options.segment_patterns,
-                kinds=options.segment_kinds,
-            )  # fmt: skip
-            sightings = Sightings(manager, finder, encoders.spare)
+        if manager is not None and isinstance(encoders, EngineCompiler):
+            finder = None
+            if options.segments == "auto":
+                finder = SegmentFinder(
+                    builder.tokenizer, least=options.segment_tokens,
+                    most=min(MOST, layout.max_document_tokens - len(layout.front)),
+                    patterns=options.segment_patterns, kinds=options.segment_kinds,
+                )  # fmt: skip
+            if finder is not None or encoders.method.states:  # of a hybrid, beginnings of prompts are noted
+                sightings = Sightings(manager, finder, encoders.spare)
         preprocessor = Preprocessor(
             builder, manager, MethodChoice(options), options.max_documents, sightings=sightings,
             disk_path=options.disk_path, share_loras=options.lora_documents == "shared",
@@ -86,8 +96,9 @@ class ServerFront:
         REGISTRY.register(CombCollector(preprocessor, encoders, options))
         return cls(options, secret, preprocessor, encoders, reports, audit)
 
-    def take_loras(self, models: Any) -> None:
-        """The LoRAs that vLLM's server was started with, or takes later: its `OpenAIServingModels`."""
+    def attach(self, engine: Any, models: Any) -> None:
+        """What vLLM's running server knows: the longest prompt, and LoRAs (`OpenAIServingModels`), which may grow."""
+        self.preprocessor.max_tokens = engine.model_config.max_model_len
         if isinstance(self.encoders, EngineCompiler) and models is not None:
             self.preprocessor.loras = self.encoders.loras = Loras(models.lora_requests)
 
@@ -104,7 +115,7 @@ class ServerFront:
                 break
             except EncoderError:  # said in the log; tried again there
                 await asyncio.sleep(1)
-        await self.preprocessor.registered.restore(partial(self.preprocessor.keys, linked=True))
+        await self.preprocessor.registered.restore(self.preprocessor.keys)
         if self.encoders is None:
             return
         if isinstance(self.encoders, EngineCompiler):
@@ -126,32 +137,3 @@ class ServerFront:
             self.reports.close()
         if self.audit is not None:
             self.audit.stop()
-
-
-def manager_of(options: ServeOptions, folder: Path, secret: bytes) -> PICManager:
-    """The manager of an instance's pool; an adapter's encoder processes are started.
-
-    Raises:
-        ValueError: if vLLM's worker has made no pool.
-    """
-    encoders: Encoders
-    layout: Any
-    try:
-        if options.method is None:
-            layout = PoolLayout(**json.loads(manifest_of(pool_path(folder, 0)).read_text()))
-            encoders = EncoderProcesses(dict(os.environ), count=options.encoders)
-            encoders.start()
-        else:
-            layout = LinkingLayout.read(folder)
-            method = LinkMethod.parse(options.method)
-            encoders = EngineCompiler(layout, method, secret, keeps=options.has_tiers)
-    except FileNotFoundError as error:
-        made_of = "an adapter" if options.method is None else "a plain model that vLLM can link documents in"
-        raise ValueError(f"vLLM has made no pool in {folder}: does {options.checkpoint} hold {made_of}?") from error
-    return PICManager(
-        layout,
-        encoders,
-        wait_seconds=options.wait_seconds,
-        held_share=options.tenant_share,
-        pinned_share=options.pinned_share,
-    )

@@ -14,16 +14,17 @@ import os
 import signal
 import time
 from collections.abc import Awaitable, Callable
-from dataclasses import asdict
 from typing import Any
 
-from comb_serving.api import documents as documents_api
-from comb_serving.api import request_log, routes, switch
-from comb_serving.api.body import (
+from comb_serving.api import own_routes, routes
+from comb_serving.api.cohere import CohereWriter, as_chat
+from comb_serving.api.front import ServerFront
+from comb_serving.api.http import (
     ClientLeftError,
     Connection,
     Message,
     Receive,
+    RequestError,
     Scope,
     Send,
     header,
@@ -33,19 +34,14 @@ from comb_serving.api.body import (
     send_json,
     with_body,
 )
-from comb_serving.api.cohere import CohereWriter, as_chat
-from comb_serving.api.front import ServerFront
 from comb_serving.api.preprocessor import salted, with_capability
-from comb_serving.api.request_error import RequestError
-from comb_serving.api.request_log import RequestLogEntry
-from comb_serving.api.response import ResponseWriter, error_events, report
+from comb_serving.api.response import LEFT, RequestLogEntry, ResponseWriter, error_events, report
 from comb_serving.config.instance import READY, read_secret
 from comb_serving.config.serve_options import ServeOptions, instance_dir
-from comb_serving.config.tenants import tenant_of
 from comb_serving.encoding.protocol import EncoderError
-from comb_serving.linking.reports import name_of
 from comb_serving.manager.leases import Lease, PoolFullError, PoolPinnedError, TenantQuotaError
 from comb_serving.manager.manager import NO_PLACE
+from comb_serving.pool.capability import name_of
 
 logger = logging.getLogger(__name__)
 
@@ -92,23 +88,21 @@ class CombMiddleware:
         async def watched() -> Message:
             message = await receive()
             if message["type"] == "lifespan.startup":
-                front, engine, server = self.front(), _engine_of(scope), _state_of(scope, "server")
+                front, engine, server = self.front(), _state_of(scope, "engine_client"), _state_of(scope, "server")
                 if engine is not None:
-                    front.preprocessor.max_tokens = engine.model_config.max_model_len
-                    front.take_loras(_state_of(scope, "openai_serving_models"))
+                    front.attach(engine, _state_of(scope, "openai_serving_models"))
                 if server is not None:  # in place of vLLM's handler, which ends the engine under open requests
                     for number in (signal.SIGINT, signal.SIGTERM):
                         asyncio.get_running_loop().add_signal_handler(number, self._end, server)
-                self._starting = asyncio.create_task(self._start(scope))
+                self._starting = asyncio.create_task(self._start(engine))
             elif message["type"] == "lifespan.shutdown":
                 await self.stop()
             return message
 
         await self.app(scope, watched, send)
 
-    async def _start(self, scope: Scope) -> None:
+    async def _start(self, engine: Any) -> None:
         """What has to be true before the server says that it is healthy. A wrong engine ends the server."""
-        engine = _engine_of(scope)
         if engine is not None:
             try:
                 await self.front().check(engine)
@@ -187,10 +181,10 @@ class CombMiddleware:
         try:
             if self._shutdown is not None:
                 raise RequestError(503, SHUTDOWN, retry_after=RETRY_AFTER_SHUTDOWN_S)
-            entry.name(scope)
+            entry.id = (header(scope, "x-request-id") or entry.id)[:128]
             await self._request(scope, receive, watched, entry)
         except ClientLeftError:
-            entry.status = request_log.LEFT
+            entry.status = LEFT
         except (Exception, asyncio.CancelledError) as error:
             cut_off = isinstance(error, asyncio.CancelledError)
             if cut_off and (self._answering or task.uncancel()):
@@ -214,63 +208,72 @@ class CombMiddleware:
         path, method, authorization = path_of(scope), scope["method"], header(scope, "authorization")
         for name in ("content-type", "content-length"):
             header(scope, name)  # refused when given twice
-        routes.check_route(method, path)
+        # the key comes first: without one nobody makes the server read, parse or keep anything
+        routes.check_request(self.options, method, path, authorization)
         if path in routes.OPEN:
             await self.app(with_body(scope, b""), Connection(receive), send)
             return
-        # the key comes first: without one nobody makes the server read, parse or keep anything
-        if path == routes.SWITCH:
-            switch.check_key(self.options, method, authorization)
-        else:
-            switch.check_api_key(self.options, authorization)
         raw = await read_body(receive, self.options.max_body_bytes)
+        preprocessor, tenant = self.front().preprocessor, routes.tenant_of(authorization)
         if path == routes.SWITCH:
-            state = switch.answer(self.front().preprocessor, method, raw, tenant_of(authorization))
-            await send_json(send, 200, json.dumps(state).encode())
+            if method == "POST":
+                preprocessor.choice.switch(parse_object(raw))
+            await send_json(send, 200, json.dumps(own_routes.state(preprocessor, tenant)).encode())
             return
-        connection, entry.tenant = Connection(receive), tenant_of(authorization)
+        connection, entry.tenant = Connection(receive), tenant
         try:
             if routes.is_ours(path):
-                await self._documents(scope, connection, send, raw, entry.tenant)
+                body = parse_object(raw) if method == "POST" else {}
+                work = own_routes.documents(preprocessor, method, path, body, tenant)
+                await send_json(send, 200, json.dumps(await connection.unless_left(work)).encode())
             elif path in routes.GENERATION or path == routes.COHERE:
                 asked = parse_object(raw)
                 if path == routes.COHERE:
                     asked, send = as_chat(asked), CohereWriter(send)
                     chat = scope["path"].replace(routes.COHERE, routes.CHAT)
                     scope = {**scope, "path": chat, "raw_path": chat.encode()}
-                with self.front().preprocessor.answering():
+                sightings = preprocessor.sightings  # while a request is open, few segments are compiled that were found
+                with contextlib.nullcontext() if sightings is None else sightings.answering():
                     await self._generation(scope, connection, send, asked, entry)
-            else:
-                await self._passed(scope, connection, send, raw, entry.tenant)
+            else:  # what vLLM answers without documents
+                body = parse_object(raw) if raw else {}
+                preprocessor.check(body)
+                for name in ("documents", "comb"):  # they would be ignored
+                    if body.get(name) is not None:
+                        there = f"there are {', '.join(routes.GENERATION)}, and encoding at {routes.DOCUMENTS}"
+                        raise RequestError(400, f"{path} takes no {name}: {there}", param=name)
+                connection.body = json.dumps(salted(body, tenant)).encode() if raw else b""
+                await self.app(with_body(scope, connection.body), connection, send)
             if connection.left:
-                entry.status = request_log.LEFT
+                entry.status = LEFT
         finally:
             connection.close()
-
-    async def _passed(self, scope: Scope, connection: Connection, send: Send, raw: bytes, tenant: str) -> None:
-        """What vLLM answers without documents."""
-        body = parse_object(raw) if raw else {}
-        self.front().preprocessor.check(body)
-        routes.check_passed(path_of(scope), body)
-        connection.body = json.dumps(salted(body, tenant)).encode() if raw else b""
-        await self.app(with_body(scope, connection.body), connection, send)
-
-    async def _documents(self, scope: Scope, connection: Connection, send: Send, raw: bytes, tenant: str) -> None:
-        body = parse_object(raw) if scope["method"] == "POST" else {}
-        work = documents_api.answer(self.front().preprocessor, scope["method"], path_of(scope), body, tenant)
-        status, found = await connection.unless_left(work)
-        await send_json(send, status, json.dumps(found).encode())
 
     async def _generation(
         self, scope: Scope, connection: Connection, send: Send, asked: dict[str, Any], entry: RequestLogEntry
     ) -> None:
-        preprocessor = self.front().preprocessor
+        front, path, engine = self.front(), path_of(scope), _state_of(scope, "engine_client")
+        preprocessor = front.preprocessor
         entry.documents = bool(asked.get("documents"))
-        prepared = await connection.unless_left(preprocessor.preprocess(path_of(scope), asked, entry.tenant))
+        prepared = await connection.unless_left(preprocessor.preprocess(path, asked, entry.tenant))
         entry.prepared = prepared
         lease: Lease | None = None
         writer: ResponseWriter | None = None
         token: str | None = None
+
+        def note_link() -> None:
+            """Takes what the engine has said of the request, once."""
+            # several prompts have one name, and which of them is meant nobody knows
+            if front.reports is None or token is None or entry.link is not None or len(prepared.prompts) != 1:
+                return
+            entry.link = front.reports.take(name_of(token))
+            if entry.link is not None:
+                preprocessor.counters.count_prompt(prepared.method.name, entry.link)
+
+        def comb() -> dict[str, Any]:
+            note_link()
+            return report(prepared, lease, entry.link)
+
         try:
             if prepared.unlinked is not None:
                 # nothing is linked before the server has looked at itself
@@ -281,83 +284,53 @@ class CombMiddleware:
                 await connection.unless_left(asyncio.shield(self._starting))
             if prepared.linked and lease is None:
                 try:
-                    lease = entry.lease = await connection.unless_left(
-                        preprocessor.acquire(prepared.segments, entry.tenant, prepared.compiled_with)
-                    )
+                    work = preprocessor.acquire(prepared.segments, entry.tenant, prepared.compiled_with)
+                    lease = entry.lease = await connection.unless_left(work)
                 except NO_PLACE as error:
                     if not preprocessor.choice.plain:
                         raise
                     logger.info("request %s is computed whole: %s", entry.id, error)
                     prepared = entry.prepared = preprocessor.inlined(prepared)
                 else:
-                    preprocessor.keep(prepared, entry.tenant)
-                    preprocessor.take_head(prepared, lease)
+                    preprocessor.leased(prepared, entry.tenant, lease)
             body = prepared.body
             if prepared.needs_capability:
                 token = prepared.signed(lease, entry.id, self.secret)
-                body = with_capability(path_of(scope), body, token, entry.id)
+                body = with_capability(path, body, token, entry.id)
             if prepared.segments:
-                answer = writer = self._writer(send, entry, token)
+                # without a lease they are in the prompt, and in vLLM's own usage
+                documents = () if lease is None else lease.documents
+                prompts = max(1, len(prepared.prompts))
+                tokens = prompts * sum(each.handle.tokens for each in documents)
+                cached = prompts * sum(each.handle.tokens for each in documents if each.state == "hit")
+                answer = writer = ResponseWriter(send, comb, tokens, cached, counted=bool(prepared.spans))
                 connection.answered = lambda: answer.finished
             connection.body = json.dumps(body).encode()
             await self.app(with_body(scope, connection.body, x_request_id=entry.id), connection, writer or send)
         finally:
-            self._note_link(entry, token)
-            if (audit := self.front().audit) is not None:
-                audit.consider(prepared, entry.tenant, _engine_of(scope))
+            note_link()
+            if front.audit is not None:
+                front.audit.consider(prepared, entry.tenant, engine)
             if lease is not None:
                 in_engine = writer is not None and (connection.left or not writer.finished or bool(asked.get("stop")))
-                self._release(lease, scope, wait=in_engine)
-
-    def _writer(self, send: Send, entry: RequestLogEntry, token: str | None) -> ResponseWriter:
-        prepared, lease = entry.prepared, entry.lease
-        assert prepared is not None
-
-        def comb() -> dict[str, Any]:
-            self._note_link(entry, token)
-            return {**report(prepared, lease), **({} if entry.link is None else asdict(entry.link))}
-
-        if lease is None:  # documents in the prompt are in vLLM's own usage
-            return ResponseWriter(send, comb)
-        prompts = max(1, len(prepared.prompts))
-        tokens = prompts * sum(document.handle.tokens for document in lease.documents)
-        cached = prompts * sum(document.handle.tokens for document in lease.documents if document.state == "hit")
-        return ResponseWriter(send, comb, tokens, cached, counted=bool(prepared.spans))
-
-    def _note_link(self, entry: RequestLogEntry, token: str | None) -> None:
-        """Takes what the engine has said of a request, once."""
-        prepared = entry.prepared
-        # several prompts have one name, and which of them is meant nobody knows
-        reports = self.front().reports
-        if reports is None or token is None or prepared is None or len(prepared.prompts) != 1:
-            return
-        if entry.link is None and (link := reports.take(name_of(token))) is not None:
-            entry.link = link
-            self.front().preprocessor.counters.count_prompt(prepared.method.name, link)
-
-    def _release(self, lease: Lease, scope: Scope, *, wait: bool) -> None:
-        """Drops a lease; an aborted request may be in a step of the engine still, so its blocks wait for that."""
-        engine = _engine_of(scope)
-        if not wait or engine is None:
-            lease.release()
-            return
-        task = asyncio.create_task(_release_after(lease, engine))
-        self._ending.add(task)
-        task.add_done_callback(self._ending.discard)
+                if in_engine and engine is not None:
+                    task = asyncio.create_task(_release_after(lease, engine))
+                    self._ending.add(task)
+                    task.add_done_callback(self._ending.discard)
+                else:
+                    lease.release()
 
 
 def _state_of(scope: Scope, name: str) -> Any:
-    """What vLLM's application keeps under a name."""
+    """What vLLM's application keeps under a name: `engine_client` is its client of its engine."""
     return getattr(getattr(scope.get("app"), "state", None), name, None)
 
 
-def _engine_of(scope: Scope) -> Any:
-    """vLLM's client of its engine."""
-    return _state_of(scope, "engine_client")
-
-
 async def _release_after(lease: Lease, engine: Any) -> None:
-    """Releases when the engine core has answered twice: it reads messages between steps, so the abort came first."""
+    """Releases when the engine core has answered twice: it reads messages between steps, so the abort came first.
+
+    An aborted request may be in a step of the engine still, and its blocks wait for that.
+    """
     try:
         with contextlib.suppress(Exception):
             async with asyncio.timeout(DRAIN_SECONDS):

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import copy
+import hashlib
+import json
 import logging
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
 from pathlib import Path
@@ -20,32 +21,18 @@ from comb.backbones.tokenizer import load_tokenizer, tokenizer_fingerprint
 from comb.cache.picache import content_key
 from comb.cache.store import PICacheStore
 from comb.documents.catalog import KeyedSegment
-from comb.documents.document import Document, Prompt, PromptBuilder
+from comb.documents.document import Prompt, PromptBuilder
 from comb.documents.messages import References
+from comb.documents.rendering import TEMPLATE_RESERVED
 from comb.model.config import CombConfig
-from comb_serving.api.body import MAX_VALUES
+from comb_serving.api import conversation, fields
 from comb_serving.api.choice import INLINED, MethodChoice
-from comb_serving.api.conversation import FIELD, messages_of, turns, with_names, without_references, written_out
-from comb_serving.api.conversion import as_rendered, converted
-from comb_serving.api.fields import (
-    check_combinations,
-    check_names,
-    check_reserved,
-    document_of,
-    document_part,
-    prompts_of,
-    references_of,
-    template_arguments,
-)
-from comb_serving.api.limits import LONG, check_characters, check_counts, check_length, check_tokens, texts_of
+from comb_serving.api.http import MAX_VALUES, RequestError
 from comb_serving.api.registered import RegisteredDocuments
-from comb_serving.api.request_error import RequestError
 from comb_serving.api.routes import COMPLETIONS, RESPONSES
 from comb_serving.config.serve_options import ServeOptions
-from comb_serving.config.tenants import prefix_salt
 from comb_serving.encoding.compiler import Loras, key_computed
-from comb_serving.linking.methods import LinkMethod
-from comb_serving.linking.plan import Range
+from comb_serving.linking.methods import LinkMethod, Range
 from comb_serving.manager.counters import Counters
 from comb_serving.manager.leases import Lease, TenantQuotaError, WantedDocument
 from comb_serving.manager.manager import PICManager
@@ -113,13 +100,18 @@ class PreprocessedRequest:
 
     def signed(self, lease: Lease | None, request_id: str, secret: bytes) -> str:
         """The capability of this request; `lease` where its documents are linked."""
-        head = None if lease is None else lease.head
-        places = () if lease is None else tuple(pack([*([] if head is None else [head]), *lease.handles]))
-        digests = tuple(map(digest, self.prompts))
-        method = self.method.name if self.spans else ""
-        found = self.unlinked is not None
-        tokens = 0 if head is None else head.tokens
-        stated = Capability(request_id, self.salt, places, digests, method, self.spans, found, self.lora, tokens)
+        head, handles = (None, []) if lease is None else (lease.head, lease.handles)
+        stated = Capability(
+            request_id,
+            self.salt,
+            tuple(pack([*([] if head is None else [head]), *handles])),
+            tuple(map(digest, self.prompts)),
+            self.method.name if self.spans else "",
+            self.spans,
+            self.unlinked is not None,
+            self.lora,
+            0 if head is None else head.tokens,
+        )
         return stated.sign(secret)
 
 
@@ -184,8 +176,7 @@ class Preprocessor:
         """
         self.check(body)
         body = dict(body)
-        given, asked = body.pop("documents", None), body.pop("comb", None)
-        finds, method = self.choice.segments_of(asked := copy.copy(asked)), self.choice.of_request(asked)
+        given, (method, finds) = body.pop("documents", None), self.choice.of_request(body.pop("comb", None))
         if self.choice.plain and body.get("prompt_logprobs") is not None:
             method = INLINED  # of every token: vLLM computes the prompt whole, with what stands in it
         linked, about = not method.full, self.choice.about(method)
@@ -193,15 +184,25 @@ class Preprocessor:
         compiled_with = "" if self.share_loras or not linked else lora
         if lora != compiled_with and linked:
             about["lora"] = "shared"
-        body, written, kept = await self._written(path, body, tenant, linked)
-        named = References() if path == COMPLETIONS else references_of(turns(path, body))
+
+        # documents whose text stands in messages get names there, as if they were registered
+        inside, kept, named = dict[str, KeyedSegment](), dict[str, float](), References()
+        if path != COMPLETIONS:
+            if parts := conversation.written_out(path, body):
+                read = [fields.document_part(part, conversation.FIELD[path]) for part in parts]
+                written = await self.tokenize([document for document, _ in read], tenant, linked)
+                kept = {segment.id: ttl for segment, (_, ttl) in zip(written, read, strict=True) if ttl is not None}
+                inside = {segment.id: segment for segment in written}
+                body = conversation.with_names(path, body, [segment.id for segment in written])
+            named = fields.references_of(conversation.turns(path, body))
         if given in (None, []) and named == References():
             plain = PreprocessedRequest(salted(body, tenant), method, about, lora=lora, compiled_with=compiled_with)
             return await self._with_found(path, plain, tenant) if finds and linked else plain
-        check_combinations(body)
+
+        fields.check_combinations(body)
         listed = await self.tokenize([] if given is None else given, tenant, linked)
-        names = [name for name in (*named.before, *named.after) if name not in written]
-        inside = written | dict(zip(names, self.registered.find(tenant, names), strict=True))
+        names = [name for name in (*named.before, *named.after) if name not in inside]
+        inside |= zip(names, self.registered.find(tenant, names), strict=True)
         before, after = ([inside[name] for name in names] for names in (named.before, named.after))
         segments = await self.loras.compiled_with(compiled_with, (*before, *listed, *after))
         if self.choice.plain:
@@ -212,58 +213,20 @@ class Preprocessor:
         build = partial(self._built, path, request, listed, named, inside)
         prompts = len(body["prompt"]) if isinstance(body.get("prompt"), list) else 1
         room = None if self.max_tokens is None else self.max_tokens * prompts
-        request = await self._aside(list(texts_of(body)), room, build)
-        return await self._with_head(request, tenant) if linked else self.inlined(request)
+        request = await self._aside(list(fields.texts_of(body)), room, build)
+        if not linked:
+            return self.inlined(request)
 
-    async def _with_head(self, request: PreprocessedRequest, tenant: str) -> PreprocessedRequest:
-        """With the beginning of a hybrid's prompt, which no prefix cache keeps beside documents, where that is long."""
+        # of a hybrid, no prefix cache keeps the beginning of a prompt beside documents
         start = request.spans[0][0][0] if len(request.spans) == 1 and request.spans[0] else 0
-        if self.sightings is None or not request.method.states or start < LEAST_HEAD:
+        if self.sightings is None or not method.states or start < LEAST_HEAD:
             return request
         ids = tuple(request.prompts[0][:start])
         try:
-            (key,) = await self.keys([ids], tenant, True)
+            (key,) = await self.keys([ids], tenant)
         except RequestError:  # longer than a document may be
             return request
         return replace(request, head=WantedDocument(key_computed(key, "exact"), ids, tenant, exact=True))
-
-    def take_head(self, request: PreprocessedRequest, lease: Lease) -> None:
-        """Adds the beginning of its prompt to a request's lease, if it is in the pool; notes it if it isn't."""
-        if request.head is None:
-            return
-        assert self.manager is not None
-        assert self.sightings is not None
-        lease.take_head(self.manager.hold([request.head]))
-        if lease.head is None:
-            self.sightings.note(request.head)
-
-    async def _written(
-        self, path: str, body: dict[str, Any], tenant: str, linked: bool
-    ) -> tuple[dict[str, Any], dict[str, KeyedSegment], dict[str, float]]:
-        """Documents whose text stands in messages: the body with ids there, they by these, and which to keep."""
-        parts = [] if path == COMPLETIONS else written_out(path, body)
-        if not parts:
-            return body, {}, {}
-        read = [document_part(part, FIELD[path]) for part in parts]
-        found = await self.tokenize([document for document, _ in read], tenant, linked)
-        kept = {segment.id: ttl for segment, (_, ttl) in zip(found, read, strict=True) if ttl is not None}
-        body = with_names(path, body, [segment.id for segment in found])
-        return body, {segment.id: segment for segment in found}, kept
-
-    def keep(self, request: PreprocessedRequest, tenant: str) -> None:
-        """Registers and pins what a client has asked to be kept, whose lease it has; what has no room there isn't."""
-        for segment in {segment.key: segment for segment in request.segments if segment.id in request.kept}.values():
-            named = replace(segment, id=f"{segment.id}-{request.compiled_with}") if request.compiled_with else segment
-            try:
-                self.registered.keep(tenant, named, request.kept[segment.id], partial(self._check_kept, tenant))
-            except TenantQuotaError as error:
-                logger.info("a document is not kept: %s", error)
-
-    def _check_kept(self, tenant: str, segment: KeyedSegment) -> None:
-        assert self.manager is not None
-        if len({*self.registered.of(tenant).ids(), segment.id}) > self.max_documents:
-            raise TenantQuotaError(f"{self.max_documents} documents are registered")
-        self.manager.check_pin(wanted(segment, tenant))
 
     async def _with_found(self, path: str, plain: PreprocessedRequest, tenant: str) -> PreprocessedRequest:
         """A request without documents, with the segments of its prompt; as it came where it has none.
@@ -271,31 +234,25 @@ class Preprocessor:
         Whatever documents can't be combined with goes as it came, too, and what is wrong with it vLLM says.
         """
         assert self.sightings is not None
-        finder = self.sightings.finder
+        finder, room = self.sightings.finder, self.max_tokens
         assert finder is not None
 
         def cut(builder: PromptBuilder, gone: Gone) -> tuple[PreprocessedRequest, list[Range]]:
             built = self._built(path, plain, [], References(), {}, builder, gone)
             return built, finder.find(built.prompts[0], tenant) if len(built.prompts) == 1 else []
 
-        room = self.max_tokens
         try:
-            check_combinations(plain.body)
-            built, spans = await self._aside(list(texts_of(plain.body)), room, cut)
+            fields.check_combinations(plain.body)
+            built, spans = await self._aside(list(fields.texts_of(plain.body)), room, cut)
             segments = [tuple(built.prompts[0][start : start + tokens]) for start, tokens in spans]
-            keys = await self.keys(segments, tenant, True)
-            names = [f"segment-{key[:12]}" for key in keys]
-            found = [KeyedSegment(*each) for each in zip(names, segments, keys, strict=True)]
+            keys = await self.keys(segments, tenant)
+            found = [KeyedSegment(f"segment-{key[:12]}", ids, key) for ids, key in zip(segments, keys, strict=True)]
             keyed = await self.loras.compiled_with(plain.compiled_with, found)
         except (RequestError, ValueError):
             return plain
         if not spans or (room is not None and len(built.prompts[0]) > room):
             return plain
         return replace(built, segments=keyed, spans=(tuple(spans),), unlinked=plain.body)
-
-    def answering(self) -> AbstractContextManager[None]:
-        """While a request is open, few segments are compiled that were found."""
-        return nullcontext() if self.sightings is None else self.sightings.answering()
 
     def hold(self, request: PreprocessedRequest, tenant: str) -> tuple[PreprocessedRequest, Lease | None]:
         """What of a request's found segments is in the pool, leased; the others are noted. Nobody waits here."""
@@ -320,10 +277,10 @@ class Preprocessor:
 
     def check(self, body: Mapping[str, Any]) -> None:
         """Refuses a body for its names and sizes alone, whatever it asks for. Raises RequestError (400)."""
-        check_counts(body)
-        check_names(body)
+        fields.check_counts(body)
+        fields.check_names(body)
         if self.max_tokens is not None:
-            check_characters(body, self.max_tokens, self._longest)
+            fields.check_characters(body, self.max_tokens, self._longest)
 
     async def _aside(
         self, texts: Sequence[str], tokens: int | None, work: Callable[[PromptBuilder, Gone], Result]
@@ -336,12 +293,12 @@ class Preprocessor:
             tokens: that there is room for.
         """
         left = threading.Event()
-        long = sum(map(len, texts)) > LONG
+        long = sum(map(len, texts)) > fields.LONG
 
         def run() -> Result:
             builder = self._long_builder if long else self.builder
             if long and tokens is not None:
-                check_tokens(builder.tokenizer, texts, tokens, left.is_set)
+                fields.check_tokens(builder.tokenizer, texts, tokens, left.is_set)
             return work(builder, left.is_set)
 
         try:
@@ -360,13 +317,21 @@ class Preprocessor:
         if not isinstance(given, list):
             raise RequestError(400, f"documents is a list, not {type(given).__name__}", param="documents")
         named = [isinstance(item, Mapping) and set(item) == {"id"} for item in given]
-        known = iter(
-            self.registered.find(tenant, [item["id"] for item, by_id in zip(given, named, strict=True) if by_id])
-        )
-        fresh = [
-            document_of(item, place) for place, (item, by_id) in enumerate(zip(given, named, strict=True)) if not by_id
-        ]
-        room = await self._room(fresh, linked)
+        by_id = [item["id"] for item, is_named in zip(given, named, strict=True) if is_named]
+        known = iter(self.registered.find(tenant, by_id))
+        fresh = [fields.document_of(item, place) for place, item in enumerate(given) if not named[place]]
+
+        # how many tokens there may be in one of them, and in all together; None if nobody knows
+        one = room = self.max_tokens
+        if self.manager is not None and linked:
+            one = (await self.manager.encoders.identity()).max_document_tokens
+            if not self.choice.plain:  # beside the prompt
+                room = self.manager.layout.num_blocks * self.manager.layout.block_size
+        sizes = [len(document.text or "") + len(document.title or "") for document in fresh]
+        if one is not None:
+            fields.check_length("a document", max(sizes, default=0), one, self._longest, "documents")
+        if room is not None:
+            fields.check_length("the documents", sum(sizes), room, self._longest, "documents")
 
         def segments(builder: PromptBuilder, gone: Gone) -> list[tuple[int, ...]]:
             return [builder.segment(document) for document in fresh if not gone()]
@@ -380,27 +345,10 @@ class Preprocessor:
             reason = f"the documents have {tokens} tokens, the model's context length is {room}"
             raise RequestError(400, reason, param="documents")
         keys = await self.keys(ids, tenant, linked)  # a registered document has one
-        made = iter(
-            KeyedSegment(document.name(key), tokens, key)
-            for document, tokens, key in zip(fresh, ids, keys, strict=True)
-        )
-        return [next(known) if by_id else next(made) for by_id in named]
+        made = iter([KeyedSegment(fresh[at].name(key), ids[at], key) for at, key in enumerate(keys)])
+        return [next(known) if is_named else next(made) for is_named in named]
 
-    async def _room(self, documents: Sequence[Document], linked: bool) -> int | None:
-        """Tokens that documents may have together; None if nobody knows. Raises RequestError for longer texts."""
-        one = room = self.max_tokens
-        if self.manager is not None and linked:
-            one = (await self.manager.encoders.identity()).max_document_tokens
-            if not self.choice.plain:  # beside the prompt
-                room = self.manager.layout.num_blocks * self.manager.layout.block_size
-        sizes = [len(document.text or "") + len(document.title or "") for document in documents]
-        if one is not None:
-            check_length("a document", max(sizes, default=0), one, self._longest, "documents")
-        if room is not None:
-            check_length("the documents", sum(sizes), room, self._longest, "documents")
-        return room
-
-    async def keys(self, segments: Sequence[tuple[int, ...]], tenant: str, linked: bool) -> list[str]:
+    async def keys(self, segments: Sequence[tuple[int, ...]], tenant: str, linked: bool = True) -> list[str]:
         """Content keys, all lengths and ids checked if they are to be linked. Raises RequestError."""
         if self.manager is None or not linked:
             return [content_key(ids, fingerprint="", method="inlined", dtype="", salt=tenant) for ids in segments]
@@ -417,23 +365,38 @@ class Preprocessor:
         self.registered.pin(tenant, segments, lambda segment: check_pin(wanted(segment, tenant)))
         return lease
 
-    def quota(self, tenant: str) -> dict[str, Any]:
-        """What a tenant has, and may have."""
-        found = {"documents": {"used": len(self.registered.of(tenant).ids()), "limit": self.max_documents}}
-        if self.manager is not None:
-            layout, shares = self.manager.layout, (self.manager.held_share, self.manager.pinned_share)
-            block = layout.block_size * layout.bytes_per_token
-            for name, used, share in zip(
-                ("bytes", "pinned_bytes"), self.manager.blocks_of(tenant), shares, strict=True
-            ):
-                found[name] = {"used": used * block, "limit": int(share * layout.num_blocks) * block}
-        return found
+    def leased(self, request: PreprocessedRequest, tenant: str, lease: Lease) -> None:
+        """Keeps what the client has asked to be kept, and takes or notes the beginning of the request's prompt."""
+
+        def check(segment: KeyedSegment) -> None:
+            assert self.manager is not None
+            if len({*self.registered.of(tenant).ids(), segment.id}) > self.max_documents:
+                raise TenantQuotaError(f"{self.max_documents} documents are registered")
+            self.manager.check_pin(wanted(segment, tenant))
+
+        for segment in {segment.key: segment for segment in request.segments if segment.id in request.kept}.values():
+            named = replace(segment, id=f"{segment.id}-{request.compiled_with}") if request.compiled_with else segment
+            try:
+                self.registered.keep(tenant, named, request.kept[segment.id], check)
+            except TenantQuotaError as error:
+                logger.info("a document is not kept: %s", error)
+        if request.head is not None:
+            assert self.manager is not None
+            assert self.sightings is not None
+            lease.take_head(self.manager.hold([request.head]))
+            if lease.head is None:
+                self.sightings.note(request.head)
 
     def builder_for(self, body: dict[str, Any], builder: PromptBuilder | None = None) -> PromptBuilder:
         """The builder with what a chat's body sets of its template. Raises RequestError."""
-        return self.with_arguments(builder or self.builder, template_arguments(body))
+        arguments = body.get("chat_template_kwargs") or {}
+        if not isinstance(arguments, dict):
+            raise RequestError(400, "chat_template_kwargs is an object", param="chat_template_kwargs")
+        if reserved := sorted(TEMPLATE_RESERVED & set(arguments)):
+            raise RequestError(400, f"chat_template_kwargs can't set {reserved[0]!r}", param="chat_template_kwargs")
+        return self._with_arguments(builder or self.builder, arguments)
 
-    def with_arguments(self, builder: PromptBuilder, arguments: Mapping[str, Any]) -> PromptBuilder:
+    def _with_arguments(self, builder: PromptBuilder, arguments: Mapping[str, Any]) -> PromptBuilder:
         """The builder with a request's arguments before the server's own, put together as vLLM does."""
         if usual := self.builder.chat_template_kwargs:
             arguments = {**usual, **{k: v for k, v in arguments.items() if v is not None and v != "auto"}}
@@ -450,66 +413,58 @@ class Preprocessor:
         gone: Gone,
     ) -> PreprocessedRequest:
         """The request with its prompts, in a body that vLLM takes."""
+        in_prompt = self.choice.plain or request.method.full  # where documents stand
         if path == COMPLETIONS:
-            return self._completion(request, builder, gone)
-        if not self.chats:
-            reason = "vLLM renders this model's chats in a way of its own: documents go with raw prompts"
-            raise RequestError(400, reason, param="documents")
-        messages, builder = messages_of(path, request.body), self.builder_for(request.body, builder)
-        if messages is None:
-            if not inside and not self._in_prompt(request):
-                return request  # vLLM renders it
-            messages, arguments = converted(path, request.body, builder)
-            builder = self.with_arguments(builder, arguments)
-        messages = as_rendered(messages, builder)
-        if references_of(messages) != named:
-            reason = "these messages don't keep their documents in place: put them into those of the user"
-            raise RequestError(400, reason, param=FIELD[path])
-        referenced = {name: [segment.token_ids] for name, segment in inside.items()}
-        try:
-            prompt = builder.build(messages, [segment.token_ids for segment in listed], referenced)
-        except Exception as error:  # whatever a template raises over a user's messages is the messages' fault
-            raise RequestError(400, f"the messages can't be rendered: {error}", param="messages") from error
-        request = self._with_prompts(request, [prompt])
-        (ids,) = request.prompts
-        return replace(
-            request, body={**without_references(path, request.body), "kv_transfer_params": {PROMPT_IDS: ids}}
-        )
+            built = self._completions(request, builder, gone)
+        else:
+            if not self.chats:
+                reason = "vLLM renders this model's chats in a way of its own: documents go with raw prompts"
+                raise RequestError(400, reason, param="documents")
+            messages, builder = conversation.messages_of(path, request.body), self.builder_for(request.body, builder)
+            if messages is None:
+                if not inside and not in_prompt:
+                    return request  # vLLM renders it
+                messages, arguments = conversation.converted(path, request.body, builder)
+                builder = self._with_arguments(builder, arguments)
+            messages = conversation.as_rendered(messages, builder)
+            if fields.references_of(messages) != named:
+                reason = "these messages don't keep their documents in place: put them into those of the user"
+                raise RequestError(400, reason, param=conversation.FIELD[path])
+            referenced = {name: [segment.token_ids] for name, segment in inside.items()}
+            try:
+                built = [builder.build(messages, [segment.token_ids for segment in listed], referenced)]
+            except Exception as error:  # whatever a template raises over a user's messages is the messages' fault
+                raise RequestError(400, f"the messages can't be rendered: {error}", param="messages") from error
+        prompts = tuple(list(prompt.flat if in_prompt else prompt.query) for prompt in built)
+        if path == COMPLETIONS:
+            body = {**request.body, "prompt": list(prompts)}
+        else:
+            given = {PROMPT_IDS: prompts[0]}
+            body = {**conversation.without_references(path, request.body), "kv_transfer_params": given}
+        spans = tuple(prompt.spans for prompt in built) if in_prompt else ()
+        return replace(request, body=body, prompts=prompts, spans=spans)
 
-    def _completion(self, request: PreprocessedRequest, builder: PromptBuilder, gone: Gone) -> PreprocessedRequest:
-        documents, prompts = [segment.token_ids for segment in request.segments], prompts_of(request.body.get("prompt"))
-        special = request.body.get("add_special_tokens", True)
+    def _completions(self, request: PreprocessedRequest, builder: PromptBuilder, gone: Gone) -> list[Prompt]:
+        documents, given = [segment.token_ids for segment in request.segments], request.body.get("prompt")
+        prompts, special = fields.prompts_of(given), request.body.get("add_special_tokens", True)
         if not isinstance(special, bool):
             raise RequestError(400, "add_special_tokens is true or false", param="add_special_tokens")
         if (tokens := (len(prompts) - 1) * sum(map(len, documents))) > MAX_VALUES:
             reason = f"the documents of {len(prompts)} prompts have more than {tokens} tokens: ask in several requests"
             raise RequestError(400, reason, param="prompt")
-        built = [self._complete(prompt, documents, builder, special) for prompt in prompts if not gone()]
-        request = self._with_prompts(request, built)
-        return replace(request, body={**request.body, "prompt": list(request.prompts)})
-
-    def _complete(
-        self, prompt: str | list[int], documents: Sequence[tuple[int, ...]], builder: PromptBuilder, special: bool
-    ) -> Prompt:
-        if isinstance(prompt, str):
-            try:
-                return builder.complete(prompt, documents, add_special_tokens=special)
-            except ValueError as error:
-                raise RequestError(400, str(error), param="prompt") from error
-        starts = int(prompt[0] == self.builder.tokenizer.bos_token_id)
-        return Prompt(tuple(prompt[:starts]), tuple(documents), tuple(prompt[starts:]))
-
-    def _in_prompt(self, request: PreprocessedRequest) -> bool:
-        return self.choice.plain or request.method.full
-
-    def _with_prompts(self, request: PreprocessedRequest, built: Sequence[Prompt]) -> PreprocessedRequest:
-        if not self._in_prompt(request):
-            return replace(request, prompts=tuple(list(prompt.query) for prompt in built))
-        return replace(
-            request,
-            prompts=tuple(list(prompt.flat) for prompt in built),
-            spans=tuple(prompt.spans for prompt in built),
-        )
+        built = []
+        for prompt in prompts:
+            if gone():
+                break
+            if isinstance(prompt, str):
+                try:
+                    built.append(builder.complete(prompt, documents, add_special_tokens=special))
+                except ValueError as error:
+                    raise RequestError(400, str(error), param="prompt") from error
+            else:
+                starts = int(prompt[0] == self.builder.tokenizer.bos_token_id)
+                built.append(Prompt(tuple(prompt[:starts]), tuple(documents), tuple(prompt[starts:])))
+        return built
 
 
 def tokenizer_of(options: ServeOptions) -> Any:
@@ -530,13 +485,19 @@ def with_capability(path: str, body: dict[str, Any], token: str, request_id: str
 
 
 def salted(body: dict[str, Any], tenant: str, keys: Sequence[str] = (), mark: str = "") -> dict[str, Any]:
-    """The body with the salt of its tenant and documents in place of the client's. Raises RequestError."""
-    check_reserved(body)
+    """The body with the prefix cache's salt of its tenant and documents in place of the client's.
+
+    The decoder's keys and values depend on the linked documents and their order, so these belong to it; a salt from the
+    body can only narrow further, and is never passed on as it is. Raises RequestError.
+    """
+    fields.check_reserved(body)
     salt = body.get("cache_salt")
     if salt is not None and not isinstance(salt, str):
         raise RequestError(400, f"cache_salt is a text, not {type(salt).__name__}", param="cache_salt")
-    made = prefix_salt(tenant, keys, salt or None)
-    return {**body, "cache_salt": f"{mark}{made or ''}"} if mark or made else body
+    made = ""
+    if tenant or keys or salt:
+        made = hashlib.sha256(json.dumps([tenant, list(keys), salt or None]).encode()).hexdigest()
+    return {**body, "cache_salt": f"{mark}{made}"} if mark or made else body
 
 
 def wanted(segment: KeyedSegment, tenant: str, lora: str = "") -> WantedDocument:

@@ -14,9 +14,9 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from comb.files import private_folder, write_whole
 from comb.documents.catalog import CatalogStore, DocumentCatalog, KeyedSegment, UnknownDocumentError
-from comb_serving.api.request_error import RequestError
+from comb.files import private_folder, write_whole
+from comb_serving.api.http import RequestError
 from comb_serving.api.routes import DOCUMENTS
 
 logger = logging.getLogger(__name__)
@@ -91,12 +91,13 @@ class RegisteredDocuments:
         """
 
         async def work() -> None:
-            check()
-            if self._folder is not None:
-                await self._on_disk(partial(self._write, tenant, segment, pin, ttl))
-            self._catalogs.setdefault(tenant, DocumentCatalog(self._store)).add([segment], pin=pin, ttl=ttl)
+            async with self._changing:
+                check()
+                if self._folder is not None:
+                    await _on_disk(partial(self._write, tenant, segment, pin, ttl))
+                self._catalogs.setdefault(tenant, DocumentCatalog(self._store)).add([segment], pin=pin, ttl=ttl)
 
-        await self._in_turn(work)
+        await asyncio.shield(work())
 
     def keep(self, tenant: str, segment: KeyedSegment, ttl: float, check: Callable[[KeyedSegment], None]) -> None:
         """Registers and pins for a time what is leased, under an id of the server's own; a restart forgets it.
@@ -114,12 +115,13 @@ class RegisteredDocuments:
         """Forgets a document. Raises UnknownDocumentError; RequestError: 503 if its file can't be deleted."""
 
         async def work() -> None:
-            self.of(tenant).find([name])
-            if self._folder is not None:
-                await self._on_disk(partial(self._path(tenant, name).unlink, missing_ok=True))
-            self.of(tenant).remove([name])
+            async with self._changing:
+                self.of(tenant).find([name])
+                if self._folder is not None:
+                    await _on_disk(partial(self._path(tenant, name).unlink, missing_ok=True))
+                self.of(tenant).remove([name])
 
-        await self._in_turn(work)
+        await asyncio.shield(work())
 
     def pin(self, tenant: str, segments: Sequence[KeyedSegment], check: Callable[[KeyedSegment], None]) -> None:
         """Pins what is leased of pinned documents that was not there when they were registered, or before a restart.
@@ -168,22 +170,6 @@ class RegisteredDocuments:
         await asyncio.to_thread(self._delete_ended)
         self.restored = True
 
-    async def _in_turn(self, work: Callable[[], Awaitable[None]]) -> None:
-        """One change at a time, of file and catalog together."""
-
-        async def alone() -> None:
-            async with self._changing:
-                await work()
-
-        await asyncio.shield(alone())
-
-    async def _on_disk(self, work: Callable[[], None]) -> None:
-        try:
-            await asyncio.to_thread(work)
-        except OSError as error:
-            reason = f"the server can't change what it keeps on disk: {error.strerror}; nothing was changed"
-            raise RequestError(503, f"{reason}, try again when there is room", retry_after=60) from error
-
     def _path(self, tenant: str, name: str) -> Path:
         assert self._folder is not None
         return self._folder / f"{hashlib.sha256(json.dumps([tenant, name]).encode()).hexdigest()}{SUFFIX}"
@@ -215,6 +201,14 @@ class RegisteredDocuments:
         for path in [path for path, end in self._ends.items() if end <= now]:
             _delete(path)
             del self._ends[path]
+
+
+async def _on_disk(work: Callable[[], None]) -> None:
+    try:
+        await asyncio.to_thread(work)
+    except OSError as error:
+        reason = f"the server can't change what it keeps on disk: {error.strerror}; nothing was changed"
+        raise RequestError(503, f"{reason}, try again when there is room", retry_after=60) from error
 
 
 def _by_age(folder: Path) -> list[Path]:

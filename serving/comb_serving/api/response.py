@@ -1,20 +1,29 @@
-"""Adds to vLLM's answers what became of the documents: to the JSON object, or to the first chunk of a stream."""
+"""What became of a request's documents: in the answer (a JSON object, or the first chunk of a stream) and the log."""
 
 from __future__ import annotations
 
 import json
+import logging
+import time
+import uuid
+from collections import Counter
 from collections.abc import Callable
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
-from comb_serving.api.body import Message, Send
+from comb_serving.api.http import AnswerRewriter, RequestError, Send
 from comb_serving.api.preprocessor import PreprocessedRequest
-from comb_serving.api.request_error import RequestError
 from comb_serving.api.routes import COHERE, MESSAGES, RESPONSES
 from comb_serving.manager.leases import Lease
+from comb_serving.pool.capability import LinkReport
+
+logger = logging.getLogger(__name__)
+
+LEFT = 499  # as other servers write for a client that left before its answer was whole
 
 
-def report(prepared: PreprocessedRequest, lease: Lease | None) -> dict[str, Any]:
-    """The `comb` object of an answer."""
+def report(prepared: PreprocessedRequest, lease: Lease | None, link: LinkReport | None = None) -> dict[str, Any]:
+    """The `comb` object of an answer; `link` is what the engine has said of it."""
     documents = []
     for place, segment in enumerate(prepared.segments):
         document: dict[str, Any] = {"id": segment.id, "state": "inlined", "tokens": len(segment.token_ids)}
@@ -24,7 +33,7 @@ def report(prepared: PreprocessedRequest, lease: Lease | None) -> dict[str, Any]
             if held.state == "hit":
                 document["tier"] = held.tier
         documents.append(document)
-    return {**prepared.about, "documents": documents}
+    return {**prepared.about, "documents": documents, **({} if link is None else asdict(link))}
 
 
 def error_events(path: str, error: RequestError) -> bytes:
@@ -35,11 +44,11 @@ def error_events(path: str, error: RequestError) -> bytes:
     return b"\n\ndata: " + error.body + b"\n\ndata: [DONE]\n\n"
 
 
-class ResponseWriter:
+class ResponseWriter(AnswerRewriter):
     """A `send` for vLLM that passes its answer on with the report in it.
 
     Args:
-        comb: the report; asked for once, when vLLM answers.
+        comb: the report, when vLLM answers.
         tokens: of documents, which count as prompt tokens; cached: those of them that were hits.
         counted: whether vLLM counts them already, as they stand in the prompt: there it takes all in front of the query
             for cached, and the report knows better.
@@ -48,89 +57,44 @@ class ResponseWriter:
     def __init__(
         self, send: Send, comb: Callable[[], dict[str, Any]], tokens: int = 0, cached: int = 0, *, counted: bool = False
     ) -> None:
-        self.send, self.comb, self.tokens, self.cached, self.counted = send, comb, tokens, cached, counted
-        self.finished = False
-        self._start: Message | None = None
-        self._streams = self._passes = False
-        self._body = bytearray()
+        super().__init__(send)
+        self.comb, self.tokens, self.cached, self.counted = comb, tokens, cached, counted
         self._reported = False
 
-    async def __call__(self, message: Message) -> None:
-        if message["type"] == "http.response.start":
-            headers = {name.lower(): value for name, value in message.get("headers", ())}
-            kind = headers.get(b"content-type", b"")
-            self._streams = kind.startswith(b"text/event-stream")
-            self._passes = (
-                message["status"] != 200
-                or b"content-encoding" in headers
-                or not (self._streams or kind.startswith(b"application/json"))
-            )
-            if self._passes or self._streams:
-                await self.send(message)
-            else:
-                self._start = message
-        elif self._passes or message["type"] != "http.response.body":
-            self.finished |= message["type"] == "http.response.body" and not message.get("more_body", False)
-            await self.send(message)
-        elif self._streams:
-            await self._stream(message)
-        else:
-            self._body += message.get("body", b"")
-            if not message.get("more_body", False):
-                self.finished = True
-                await self._whole()
+    def whole(self, body: bytes) -> bytes:
+        payload = self._amended(body)
+        if payload is None:
+            return body
+        return json.dumps({**payload, "comb": self.comb()}, ensure_ascii=False).encode("utf-8", "surrogatepass")
 
-    async def _whole(self) -> None:
-        assert self._start is not None
-        body = bytes(self._body)
-        try:
-            payload = json.loads(body)
-        except ValueError:
-            payload = None
-        if isinstance(payload, dict):
-            self._amend_usage(payload)
-            body = json.dumps({**payload, "comb": self.comb()}, ensure_ascii=False).encode("utf-8", "surrogatepass")
-        headers = [(name, value) for name, value in self._start.get("headers", ()) if name.lower() != b"content-length"]
-        await self.send({**self._start, "headers": [*headers, (b"content-length", str(len(body)).encode())]})
-        await self.send({"type": "http.response.body", "body": body})
-
-    async def _stream(self, message: Message) -> None:
-        self._body += message.get("body", b"")
-        more = message.get("more_body", False)
-        *events, rest = bytes(self._body).split(b"\n\n")
-        self._body = bytearray(rest)
-        out = b"".join(self._event(event) + b"\n\n" for event in events)
-        if not more:
-            self.finished = True
-            out += rest
-            self._body.clear()
-        if out or not more:
-            await self.send({"type": "http.response.body", "body": out, "more_body": more})
-
-    def _event(self, event: bytes) -> bytes:
-        """The event with what is ours in it: the report in the first one, our tokens where there is a usage."""
+    def event(self, event: bytes) -> bytes:
+        """The report is in the first one, our tokens where there is a usage."""
         # some streams name their events in a line before it; what an answer says may hold the word, too
         name, found, data = (b"\n" + event).partition(b"\ndata:")
         if not found or b"\ndata:" in data or (self._reported and b'"usage"' not in data):
-            return event
-        try:
-            payload = json.loads(data)
-        except ValueError:  # [DONE]
-            return event
-        if not isinstance(payload, dict):
-            return event
-        self._amend_usage(payload)
+            return event + b"\n\n"
+        payload = self._amended(data)
+        if payload is None:  # [DONE]
+            return event + b"\n\n"
         if not self._reported and "error" not in payload:
             self._reported, payload = True, {**payload, "comb": self.comb()}
         text = json.dumps(payload, ensure_ascii=False, separators=(",", ":"))
-        return (name + b"\ndata: ").removeprefix(b"\n") + text.encode("utf-8", "surrogatepass")
+        return (name + b"\ndata: ").removeprefix(b"\n") + text.encode("utf-8", "surrogatepass") + b"\n\n"
 
-    def _amend_usage(self, payload: dict[str, Any]) -> None:
-        """Counts documents in a usage, which the Responses and Messages APIs may have one level deeper."""
+    def _amended(self, data: bytes) -> dict[str, Any] | None:
+        """A JSON object with documents in its usage; None for anything else."""
+        try:
+            payload = json.loads(data)
+        except ValueError:
+            return None
+        if not isinstance(payload, dict):
+            return None
+        # the Responses and Messages APIs may have it one level deeper
         for holder in (payload, payload.get("response"), payload.get("message")):
             usage = holder.get("usage") if isinstance(holder, dict) else None
             if isinstance(usage, dict) and self.tokens:
                 self._amend(usage)
+        return payload
 
     def _amend(self, usage: dict[str, Any]) -> None:
         name = "prompt" if "prompt_tokens" in usage else "input"
@@ -147,14 +111,66 @@ class ResponseWriter:
             usage["cache_read_input_tokens"] = read - made if self.counted else read + self.cached
             usage["cache_creation_input_tokens"] = (usage.get("cache_creation_input_tokens") or 0) + made
             return
+        details = usage.get(f"{name}_tokens_details") or {}
+        cached = details.get("cached_tokens") or 0
         if self.counted:
-            details = usage.get(f"{name}_tokens_details") or {}
-            if known is not None and (details.get("cached_tokens") or 0) > known:
+            if known is not None and cached > known:
                 usage[f"{name}_tokens_details"] = {**details, "cached_tokens": known}
             return
         usage[f"{name}_tokens"] += self.tokens
         if isinstance(usage["total_tokens"], int):
             usage["total_tokens"] += self.tokens
-        details = usage.get(f"{name}_tokens_details") or {}
-        cached = (details.get("cached_tokens") or 0) + self.cached
-        usage[f"{name}_tokens_details"] = {**details, "cached_tokens": cached}
+        usage[f"{name}_tokens_details"] = {**details, "cached_tokens": cached + self.cached}
+
+
+@dataclass
+class RequestLogEntry:
+    """What is known of a request by its end: one line for each with documents, never a document's text, never a key.
+
+    Args:
+        id: from the header X-Request-Id, else a new one; vLLM's own id of the request ends with it.
+    """
+
+    path: str
+    id: str = field(default_factory=lambda: uuid.uuid4().hex)
+    tenant: str = ""
+    documents: bool = False
+    prepared: PreprocessedRequest | None = None
+    lease: Lease | None = None
+    link: LinkReport | None = None
+    status: int | None = None
+    error: str | None = None
+    started: float = field(default_factory=time.monotonic)
+
+    def log(self) -> None:
+        """Writes the line, if the request had documents; seconds are from its head to the last byte of the answer."""
+        if not self.documents and (self.prepared is None or not self.prepared.segments):
+            return
+        states, tokens = Counter[str](), 0
+        if self.prepared is not None and (self.lease is not None or not self.prepared.linked):
+            for document in report(self.prepared, self.lease)["documents"]:
+                states[document["state"]] += 1
+                tokens += document["tokens"]
+        fields = {
+            "request_id": self.id,
+            "path": self.path,
+            "tenant": self.tenant[:8] or None,
+            "status": self.status,
+            "error": self.error,
+            **({} if self.prepared is None else self.prepared.about),
+            **({} if self.link is None else asdict(self.link)),
+            "documents": dict(sorted(states.items())),
+            "document_tokens": tokens,
+            "room_seconds": round(0.0 if self.lease is None else self.lease.room_seconds, 6),
+            "encode_seconds": round(0.0 if self.lease is None else self.lease.encode_seconds, 6),
+            "seconds": round(time.monotonic() - self.started, 6),
+        }
+        texts = []
+        for name, value in fields.items():
+            text = "-" if value is None else str(value)
+            if isinstance(value, str):
+                text = json.dumps(value)  # a header's value is the client's: quoted, it can't look like another field
+            elif isinstance(value, dict):
+                text = ",".join(f"{state}:{count}" for state, count in value.items()) or "-"
+            texts.append(f"{name}={text}")
+        logger.info("request %s", " ".join(texts), extra={"comb": fields})

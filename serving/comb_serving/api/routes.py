@@ -1,4 +1,4 @@
-"""Which routes there are: an allow-list, so that a route of vLLM that nobody has looked at does nothing.
+"""Which routes there are (an allow-list: a route of vLLM that nobody has looked at does nothing), and who may ask them.
 
 With documents: `GENERATION`. The others of `PASSED` go on to vLLM without, and a body that names documents is refused
 there. Both ask for a key where the server has one, whatever vLLM itself does, and get the tenant's salt.
@@ -6,9 +6,12 @@ there. Both ask for a key where the server has one, whatever vLLM itself does, a
 
 from __future__ import annotations
 
-from typing import Any
+import hashlib
+import secrets
+from collections.abc import Sequence
 
-from comb_serving.api.request_error import RequestError
+from comb_serving.api.http import RequestError
+from comb_serving.config.serve_options import ServeOptions, key_hash
 
 CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
 RESPONSES, MESSAGES = "/v1/responses", "/v1/messages"
@@ -33,18 +36,51 @@ def is_ours(path: str) -> bool:
     return path == SWITCH or is_documents(path)
 
 
-def check_route(method: str, path: str) -> None:
-    """Raises RequestError (404) for what isn't on the list."""
+def check_request(options: ServeOptions, method: str, path: str, authorization: str | None) -> None:
+    """Whether there is such a route and the sender may ask it, before the body is read.
+
+    Raises:
+        RequestError: 404 for what isn't on the list, 401 without the right key; of `SWITCH` 405, and 403 where nobody
+            may change anything.
+    """
     if not (is_ours(path) or (method == "POST" and path in (*GENERATION, COHERE, *PASSED, *OPEN))):
         raise RequestError(404, f"comb serve has no route {method} {path}")
+    if path in OPEN:
+        return
+    if path == SWITCH:
+        admin = options.admin_hash is not None and _authorized(authorization, (options.admin_hash,))
+        if method == "POST":
+            if options.admin_hash is None:
+                raise RequestError(403, "start the server with COMB_ADMIN_KEY or --comb-admin-key to switch it")
+            if not admin:
+                raise RequestError(401, "Unauthorized: send the admin key as 'Authorization: Bearer ...'")
+        elif method != "GET":
+            raise RequestError(405, f"{method} {SWITCH} is no route: there are GET and POST")
+        if admin:
+            return
+    if options.key_hashes and not _authorized(authorization, options.key_hashes):
+        raise RequestError(401, "Unauthorized: send an API key as 'Authorization: Bearer ...'")
 
 
-def check_passed(path: str, body: dict[str, Any]) -> None:
-    """Raises RequestError (400) for a body with documents, which would be ignored."""
-    for name in ("documents", "comb"):
-        if body.get(name) is not None:
-            raise RequestError(
-                400,
-                f"{path} takes no {name}: there are {', '.join(GENERATION)}, and encoding at {DOCUMENTS}",
-                param=name,
-            )
+def _authorized(authorization: str | None, key_hashes: Sequence[str]) -> bool:
+    """Whether the header holds one of these keys (vLLM's rule)."""
+    scheme, _, key = (authorization or "").partition(" ")
+    digest = key_hash(key)
+    matches = [secrets.compare_digest(digest, known) for known in key_hashes]  # all of them: time tells nothing
+    return scheme.lower() == "bearer" and any(matches)
+
+
+def sender_of(authorization: str | None) -> str:
+    """The header as ``Bearer KEY``, however its scheme and spaces are written; empty without a key."""
+    scheme, _, key = (authorization or "").strip().partition(" ")
+    if key:
+        return f"{scheme.capitalize()} {key.strip()}"
+    return "" if scheme.lower() == "bearer" else scheme
+
+
+def tenant_of(authorization: str | None) -> str:
+    """A name for the sender that doesn't give the key away; empty without one. The body has no say in it."""
+    sender = sender_of(authorization)
+    if not sender:
+        return ""
+    return hashlib.sha256(b"comb-tenant:" + sender.encode("utf-8", "surrogateescape")).hexdigest()[:32]

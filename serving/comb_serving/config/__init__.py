@@ -1,1 +1,1 @@
-"""What every process of `comb serve` must agree on: its options, folder, log lines, sizes, and who a tenant is."""
+"""What every process of `comb serve` must agree on: its options, sizes and keys, its folder, and how it logs."""

@@ -1,22 +1,25 @@
-"""The private folder of one running server, for its pools: made, locked, and removed with all it holds.
+"""One running server: the private folder of its pools, and how its processes log.
 
-A server that was killed can't remove its folder. The lock tells: whoever gets it knows that the owner is gone, and
-removes that folder, nothing else.
+A server that was killed can't remove its folder. The lock tells: whoever gets it knows that the owner is gone.
 """
 
 from __future__ import annotations
 
 import contextlib
 import fcntl
+import json
 import logging
 import os
 import re
 import secrets
 import shutil
+import sys
 import tempfile
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 logger = logging.getLogger(__name__)
 
@@ -106,3 +109,38 @@ def remove_segments(folder: Path) -> None:
             with contextlib.suppress(FileNotFoundError):
                 Path(name).unlink()
                 logger.warning("removed what a killed process of vLLM had left: %s", name)
+
+
+class JSONFormatter(logging.Formatter):
+    """A line is a JSON object: time, level, logger, message, and the values of a request."""
+
+    def __init__(self, who: str) -> None:
+        super().__init__()
+        self.who = who
+
+    def format(self, record: logging.LogRecord) -> str:
+        fields = getattr(record, "comb", None)
+        line: dict[str, Any] = {
+            "time": time.strftime("%Y-%m-%dT%H:%M:%S", time.gmtime(record.created)) + f".{int(record.msecs):03d}Z",
+            "level": record.levelname,
+            "process": self.who,
+            "logger": record.name,
+            "message": record.getMessage() if fields is None else "request",
+            **(fields or {}),
+        }
+        if record.exc_info:
+            line["exception"] = self.formatException(record.exc_info)
+        return json.dumps(line)
+
+
+def configure(log_format: str, who: str) -> None:
+    """Sends what this package logs to standard error; leaves it alone if someone has set it up already."""
+    ours = logging.getLogger("comb_serving")
+    if ours.handlers:
+        return
+    handler = logging.StreamHandler(sys.stderr)
+    text = logging.Formatter(f"%(levelname)s %(asctime)s {who}: %(message)s")
+    handler.setFormatter(JSONFormatter(who) if log_format == "json" else text)
+    ours.addHandler(handler)
+    ours.setLevel(logging.INFO)
+    ours.propagate = False

@@ -1,8 +1,8 @@
-"""What `comb serve` was asked for: one dataclass, from which its command line, its processes' environment and the table
-in docs/serving-http.md come."""
+"""What `comb serve` was asked for: its command line, its processes' environment and the docs' table come from here."""
 
 from __future__ import annotations
 
+import hashlib
 import inspect
 import json
 import math
@@ -15,7 +15,7 @@ from typing import Annotated, Any, get_type_hints
 
 import typer
 
-from comb_serving.config.tenants import key_hash
+INSTANCE_DIR, OPTIONS, ADMIN_KEY = "COMB_INSTANCE_DIR", "COMB_SERVE_OPTIONS", "COMB_ADMIN_KEY"
 
 _UNITS = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "t": 10**12, "ki": 2**10, "mi": 2**20, "gi": 2**30, "ti": 2**40}
 _SHARE = re.compile(r"\s*([0-9]+(?:\.[0-9]+)?)\s*%\s*")
@@ -60,20 +60,31 @@ def parse_switch(text: str) -> bool:
     return text == "on"
 
 
-INSTANCE_DIR, OPTIONS, ADMIN_KEY = "COMB_INSTANCE_DIR", "COMB_SERVE_OPTIONS", "COMB_ADMIN_KEY"
+def key_hash(key: str) -> str:
+    """How an API key is kept and compared: sha256, hex."""
+    return hashlib.sha256(key.encode("utf-8", "surrogateescape")).hexdigest()
 
 
-def option(written: Any, help: str, *flags: str, read: Callable[[str], Any] | None = None, **more: Any) -> Any:
+def option(
+    written: Any,
+    help: str,
+    flag: str | None = None,
+    *,
+    read: Callable[[str], Any] | None = None,
+    choices: tuple[str, ...] = (),
+    envvar: str | None = None,
+) -> Any:
     """A field that is an option of the command line.
 
     Args:
         written: its default, as it is written there.
+        flag: what it is called there, if not as the field.
         read: turns what is written into the field's value.
-        more: of `typer.Option`.
     """
     value = written if read is None or written is None else read(written)
-    return field(default=value, metadata={"option": typer.Option(*flags, help=help, **more), "default": written,
-                                          "read": read, "flags": flags})  # fmt: skip
+    said = typer.Option(*filter(None, [flag]), help=help, envvar=envvar)
+    return field(default=value, metadata={"option": said, "default": written, "read": read, "flag": flag,
+                                          "choices": choices})  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -105,10 +116,13 @@ class ServeOptions:
         "--comb-pool-bytes",
     )  # fmt: skip
     pool_block: int = option(16, "tokens per block of the pool", "--comb-pool-block")
-    pool_dtype: str = option("auto", "documents as computed (auto), or in half the bytes (fp8)", "--comb-pool-dtype")
-    pool_memory: str = option(
-        "auto", "where the pool is: with the decoder (auto), or on the host", "--comb-pool-memory"
+    pool_dtype: str = option(
+        "auto", "documents as computed (auto), or in half the bytes (fp8)", "--comb-pool-dtype", choices=("auto", "fp8")
     )
+    pool_memory: str = option(
+        "auto", "where the pool is: with the decoder (auto), or on the host", "--comb-pool-memory",
+        choices=("auto", "host"),
+    )  # fmt: skip
     encoders: int = option(1, "encoder processes; a document always goes to the same one", "--comb-encoders")
     encoder_device: str = option(
         "auto", "where they compute: auto (the pool's GPU, or any), cpu, cuda:1", "--comb-encoder-device"
@@ -137,11 +151,11 @@ class ServeOptions:
     )  # fmt: skip
     lora_documents: str = option(
         "own", "how documents of a LoRA's requests are compiled: with it (own), or once without any for all (shared)",
-        "--comb-lora",
+        "--comb-lora", choices=("own", "shared"),
     )  # fmt: skip
     segments: str = option(
         "off", "auto: in prompts without documents of a plain model, text that came before is found and linked",
-        "--comb-segments",
+        "--comb-segments", choices=("off", "auto"),
     )  # fmt: skip
     segment_tokens: int = option(64, "shortest of the segments that are found", "--comb-segment-tokens")
     segment_patterns: tuple[str, ...] = option(
@@ -152,7 +166,9 @@ class ServeOptions:
         "prose,code,json,logs", "kinds of segments that are found; `comb doctor MODEL --segments` says which are safe",
         "--comb-segment-kinds", read=lambda names: tuple(name.strip() for name in names.split(",") if name.strip()),
     )  # fmt: skip
-    log_format: str = option("text", "of what comb itself logs: text or json", "--comb-log-format")
+    log_format: str = option(
+        "text", "of what comb itself logs: text or json", "--comb-log-format", choices=("text", "json")
+    )
     admin_hash: str | None = option(
         None, f"key that may switch encoder or method at `/v1/comb`; better by `{ADMIN_KEY}`", "--comb-admin-key",
         read=lambda key: key_hash(key) if key else None, envvar=ADMIN_KEY,
@@ -171,11 +187,9 @@ class ServeOptions:
                 raise ValueError(f"{name} is a share of the pool, above 0 and at most 1, not {getattr(self, name)}")
         if not 0 <= self.audit <= 1:
             raise ValueError(f"audit is a share of requests, 0 to 1, not {self.audit}")
-        choices = {"log_format": ("text", "json"), "pool_dtype": ("auto", "fp8"), "pool_memory": ("auto", "host"),
-                   "segments": ("off", "auto"), "lora_documents": ("own", "shared")}  # fmt: skip
         for each in fields(self):
-            known = choices.get(each.name)
-            if known is not None and (chosen := getattr(self, each.name)) not in known:
+            known, chosen = each.metadata.get("choices"), getattr(self, each.name)
+            if known and chosen not in known:
                 raise ValueError(f"{flag_of(each)} is {' or '.join(known)}, not {chosen!r}")
         parse_pool_size(self.pool_bytes)
         for name in ("wait_seconds", "drain_seconds"):
@@ -209,20 +223,28 @@ class ServeOptions:
     @classmethod
     def parameters(cls) -> list[inspect.Parameter]:
         """Of a command, with annotations for typer."""
-        hints = get_type_hints(cls)
-        return [
-            inspect.Parameter(
-                each.name, inspect.Parameter.KEYWORD_ONLY, default=said.get("default", inspect.Parameter.empty),
-                annotation=Annotated[_written(hints[each.name], said), said["option"]],
+        hints, made = get_type_hints(cls), []
+        for each in fields(cls):
+            if not (said := each.metadata):
+                continue
+            kind: Any = hints[each.name]
+            if said.get("read"):
+                kind = str | None
+            elif kind == tuple[str, ...]:  # typer repeats the option of a list, and not of a tuple
+                kind = list[str]
+            annotation, default = Annotated[kind, said["option"]], said.get("default", inspect.Parameter.empty)
+            made.append(
+                inspect.Parameter(each.name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=annotation)
             )
-            for each in fields(cls) if (said := each.metadata)
-        ]  # fmt: skip
+        return made
 
     @classmethod
     def read(cls, given: Mapping[str, Any]) -> ServeOptions:
         """The options of a command line. Raises ValueError for what can't be."""
-        reads = {each.name: each.metadata.get("read") for each in fields(cls)}
-        values = {n: v if v is None or (read := reads[n]) is None else read(v) for n, v in given.items()}
+        values = dict(given)
+        for each in fields(cls):
+            if (read := each.metadata.get("read")) and values.get(each.name) is not None:
+                values[each.name] = read(values[each.name])
         return cls(**_with_tuples(values))
 
     def given(self, *names: str) -> list[str]:
@@ -242,24 +264,16 @@ class ServeOptions:
         """The options that `comb serve` has put into the environment. Raises ValueError outside of one."""
         if OPTIONS not in environment:
             raise ValueError(f"{OPTIONS} is not set: encoders, workers and middleware are started by `comb serve`")
-        values = json.loads(environment[OPTIONS])
-        return cls(**_with_tuples(values))
+        return cls(**_with_tuples(json.loads(environment[OPTIONS])))
 
 
 def _with_tuples(values: Mapping[str, Any]) -> dict[str, Any]:
     return {name: tuple(value) if isinstance(value, list) else value for name, value in values.items()}
 
 
-def _written(kind: Any, said: Mapping[str, Any]) -> Any:
-    """The type of what is written on the command line."""
-    if said.get("read"):
-        return str | None
-    return list[str] if kind == tuple[str, ...] else kind
-
-
 def flag_of(option: Field[Any]) -> str:
     """What an option is called on the command line."""
-    return next(iter(option.metadata["flags"]), f"--{option.name}")
+    return option.metadata["flag"] or f"--{option.name}"
 
 
 def instance_dir() -> Path:

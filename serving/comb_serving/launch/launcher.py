@@ -6,7 +6,6 @@ The server starts the encoder processes (`supervisor`), so everything below this
 from __future__ import annotations
 
 import argparse
-import ctypes
 import json
 import logging
 import os
@@ -27,9 +26,8 @@ from typing import Any
 from comb.backbones.loading import backbone_beside, resolve_name
 from comb.documents.rendering import template_arguments
 from comb_serving.config.instance import READY, instance_folder, note_segments
-from comb_serving.config.serve_options import ADMIN_KEY, ServeOptions
-from comb_serving.config.tenants import key_hash
-from comb_serving.launch.start_log import StartLog
+from comb_serving.config.serve_options import ADMIN_KEY, ServeOptions, key_hash
+from comb_serving.launch.server_process import StartLog, end_with_parent
 
 logger = logging.getLogger(__name__)
 
@@ -173,15 +171,21 @@ def launch(
         options, ranks=flags.ranks, key_hashes=flags.key_hashes, chat_template_kwargs=flags.chat_template_kwargs
     )
     with instance_folder(root) as folder:
-        environment = _environment(options, folder, arguments)
-        model = resolve_name(options.model)
-        # clients know a registered model by its name, not by the folder where it lies
-        names = [] if flags.named or model == options.checkpoint else ["--served-model-name", options.checkpoint]
-        tokenizer = [] if options.method is not None else tokenizer_flags(Path(model), arguments)
+        model, ours = resolve_name(options.model), list[str]()
+        if not flags.named and model != options.checkpoint:
+            # clients know a registered model by its name, not by the folder where it lies
+            ours += ["--served-model-name", options.checkpoint]
+        if options.method is None:
+            ours += tokenizer_flags(Path(model), arguments)
+        for name, value in (engine or {}).items():
+            flag = name.replace("_", "-")
+            if isinstance(value, bool):
+                ours.append(f"--{flag}" if value else f"--no-{flag}")
+            else:
+                ours += [f"--{flag}", value if isinstance(value, str) else json.dumps(value)]
         # how much of a prompt wasn't computed is what clients want to know of this server
-        ours = [*names, *tokenizer, *as_flags(engine or {}), "--enable-prompt-tokens-details"]
-        ours += ["--middleware", MIDDLEWARE]
-        command = [*server, "--model", model, *arguments, *ours]
+        ours += ["--enable-prompt-tokens-details", "--middleware", MIDDLEWARE]
+        command, environment = [*server, "--model", model, *arguments, *ours], _environment(options, folder, arguments)
         # a session of its own: a terminal's Ctrl-C reaches it once, through us
         process = subprocess.Popen(
             command, env=environment, start_new_session=True, preexec_fn=end_with_parent,
@@ -213,18 +217,6 @@ def tokenizer_flags(folder: Path, arguments: Sequence[str]) -> list[str]:
     return [] if backbone is None else ["--tokenizer", resolve_name(backbone_beside(backbone, folder))]
 
 
-def as_flags(engine: Mapping[str, Any]) -> list[str]:
-    """Arguments of vLLM's engine as its command line has them."""
-    flags = []
-    for name, value in engine.items():
-        flag = name.replace("_", "-")
-        if isinstance(value, bool):
-            flags.append(f"--{flag}" if value else f"--no-{flag}")
-        else:
-            flags += [f"--{flag}", value if isinstance(value, str) else json.dumps(value)]
-    return flags
-
-
 def _environment(options: ServeOptions, folder: Path, arguments: Sequence[str]) -> dict[str, str]:
     environment = {name: value for name, value in os.environ.items() if name not in _DROPPED}
     environment |= options.environment(folder)
@@ -241,12 +233,6 @@ def _environment(options: ServeOptions, folder: Path, arguments: Sequence[str]) 
     if allowed is not None and PLUGIN not in allowed.split(","):
         environment["VLLM_PLUGINS"] = ",".join([*filter(None, allowed.split(",")), PLUGIN])
     return environment
-
-
-def end_with_parent() -> None:
-    """In a new process: SIGTERM to it when its parent dies, even by SIGKILL (Linux)."""
-    with suppress(OSError, AttributeError):
-        ctypes.CDLL(None).prctl(1, signal.SIGTERM)
 
 
 @contextmanager

@@ -118,7 +118,21 @@ def _of_kind(options: ServeOptions, config: dict[str, Any]) -> ServeOptions:
     checkpoint, method, kind = options.checkpoint, options.method, config.get("model_type")
     front = "none" if method is None else LinkMethod.parse(method).front
     if kind == LinkTokensConfig.model_type:
-        return _of_link_tokens(options, load_config(resolve_name(checkpoint)))
+        known, backbone = load_config(resolve_name(checkpoint)), options.backbone
+        if method not in (None, FULL) and front != ADAPTER:
+            raise ValueError(
+                f"{checkpoint!r} is an adapter of link tokens, which are its method: leave --method away, name one "
+                f"behind them (legolink:4,front={ADAPTER}), or serve the plain model that it belongs to, "
+                f"{known.backbone_name_or_path!r}"
+            )
+        if backbone is None:
+            if known.backbone_revision is not None:
+                raise ValueError(
+                    f"{checkpoint!r} belongs to revision {known.backbone_revision} of "
+                    f"{known.backbone_name_or_path!r}: name a folder that holds it with --backbone"
+                )
+            backbone = backbone_of_adapter(known, resolve_name(checkpoint))
+        return replace(options, method=method or TRAINED, backbone=backbone, link_tokens=checkpoint)
     if front == ADAPTER:
         raise ValueError(
             f"{checkpoint!r} is no adapter of link tokens, its model_type is {kind!r}: train some with `comb train "
@@ -144,21 +158,3 @@ def _of_kind(options: ServeOptions, config: dict[str, Any]) -> ServeOptions:
     if not isinstance(load_config(front), LinkTokensConfig):
         raise ValueError(f"--method {method}: {front} is no adapter of link tokens, and no other front is served")
     return replace(options, method=method.replace(f"front={front}", f"front={ADAPTER}"), link_tokens=front)
-
-
-def _of_link_tokens(options: ServeOptions, config: LinkTokensConfig) -> ServeOptions:
-    checkpoint, backbone = options.checkpoint, options.backbone
-    if options.method not in (None, FULL) and LinkMethod.parse(options.method).front != ADAPTER:
-        raise ValueError(
-            f"{checkpoint!r} is an adapter of link tokens, which are its method: leave --method away, name one behind "
-            f"them (legolink:4,front={ADAPTER}), or serve the plain model that it belongs to, "
-            f"{config.backbone_name_or_path!r}"
-        )
-    if backbone is None:
-        if config.backbone_revision is not None:
-            raise ValueError(
-                f"{checkpoint!r} belongs to revision {config.backbone_revision} of "
-                f"{config.backbone_name_or_path!r}: name a folder that holds it with --backbone"
-            )
-        backbone = backbone_of_adapter(config, resolve_name(checkpoint))
-    return replace(options, method=options.method or TRAINED, backbone=backbone, link_tokens=checkpoint)

@@ -31,21 +31,20 @@ def documents_of(body: Any, sender: str) -> list[RoutedDocument]:
     """
     if not isinstance(body, Mapping):
         return []
-    found = _list(body.get("documents"))
+    found = list(_list(body.get("documents")))
     for message in [*_list(body.get("messages")), *_list(body.get("input"))]:
         parts = _list(message.get("content")) if isinstance(message, Mapping) else []
-        found = found + [part for part in parts if isinstance(part, Mapping) and part.get("type") == "document"]
-    return [_document(item, sender) for item in found]
-
-
-def _document(item: Any, sender: str) -> RoutedDocument:
-    content = {"text": item} if isinstance(item, str) else item
-    if isinstance(content, Mapping):
-        # what it is called plays no part, unless that is all there is: a registered one, the same wherever it is named
-        names = ("id", "type")
-        content = {name: value for name, value in content.items() if name not in names} or [content.get("id")]
-    data = json.dumps([sender, content], sort_keys=True).encode()
-    return RoutedDocument(hashlib.sha256(data).hexdigest(), len(data))
+        found += [part for part in parts if isinstance(part, Mapping) and part.get("type") == "document"]
+    documents = []
+    for item in found:
+        content = {"text": item} if isinstance(item, str) else item
+        if isinstance(content, Mapping):
+            # what it is called plays no part, unless that is all there is: a registered one, wherever it is named
+            named = {name: value for name, value in content.items() if name not in ("id", "type")}
+            content = named or [content.get("id")]
+        data = json.dumps([sender, content], sort_keys=True).encode()
+        documents.append(RoutedDocument(hashlib.sha256(data).hexdigest(), len(data)))
+    return documents
 
 
 def _list(value: Any) -> list[Any]:

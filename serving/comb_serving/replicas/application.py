@@ -20,14 +20,17 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.types import Receive, Scope, Send
 
-from comb_serving.api.body import ClientLeftError, header, parse_object, path_of, read_body
-from comb_serving.api.limits import check_counts
-from comb_serving.api.request_error import RequestError
-from comb_serving.api.routes import DOCUMENTS, is_documents
-from comb_serving.config.tenants import sender_of
+from comb_serving.api.fields import check_counts
+from comb_serving.api.http import ClientLeftError, RequestError, header, parse_object, path_of, read_body
+from comb_serving.api.routes import DOCUMENTS, is_documents, sender_of
 from comb_serving.replicas.affinity import RoutedDocument, documents_of, ranked
-from comb_serving.replicas.registrations import Key, registrations_of
-from comb_serving.replicas.replica import RETRY_AFTER_S, CombReplica, RelayedRequest, ReplicasConfig
+from comb_serving.replicas.replica import (
+    RETRY_AFTER_S,
+    CombReplica,
+    RelayedRequest,
+    ReplicasConfig,
+    registrations_of,
+)
 
 WAIT_SECONDS = 10.0
 _GONE = (RayActorError, DeploymentUnavailableError, BackPressureError)
@@ -44,7 +47,10 @@ class CombIngress:
         """Answers one request."""
         try:
             if request.url.path == "/health":
-                return await self._health()
+                found = dict(await self._all("address"))
+                if not found:
+                    raise RequestError(503, "no replica is up", retry_after=RETRY_AFTER_S)
+                return JSONResponse({"replicas": dict(sorted(found.items()))})
             if request.url.path == "/metrics":
                 raise RequestError(404, "every replica has its own /metrics: /health gives their addresses")
             return await self._pass_on(request)
@@ -52,12 +58,6 @@ class CombIngress:
             return Response(error.body, error.status, error.headers, "application/json")
         except ClientLeftError:
             return Response()
-
-    async def _health(self) -> Response:
-        found = dict(await self._all("address"))
-        if not found:
-            raise RequestError(503, "no replica is up", retry_after=RETRY_AFTER_S)
-        return JSONResponse({"replicas": dict(sorted(found.items()))})
 
     async def _pass_on(self, request: Request) -> Response:
         scope = request.scope
@@ -80,8 +80,13 @@ class CombIngress:
             await self._all("catch_up")
         elif request.method == "POST" and status == 200:
             name = str(json.loads(body)["id"])
-            refusal = await self._register((sender, name), {**parse_object(raw), "id": name})
-            status, kept, body = refusal or (status, kept, body)
+            await self._registrations.put.remote((sender, name), {**parse_object(raw), "id": name})
+            for refused in await self._all("catch_up"):
+                if (sender, name) in refused:  # the first refusal takes it back everywhere
+                    status, kept, body = refused[sender, name]
+                    await self._registrations.put.remote((sender, name), None)
+                    await self._all("catch_up")
+                    break
         return Response(body, status, kept)
 
     async def _answer(self, request: RelayedRequest, documents: list[RoutedDocument]) -> AsyncIterator[Any]:
@@ -97,23 +102,11 @@ class CombIngress:
         except (TimeoutError, *_GONE) as error:
             if begun:
                 raise
-            why = (
-                "no replica is up, or all have too much to do"
-                if isinstance(error, TimeoutError)
-                else "a replica is lost"
-            )
+            waited = isinstance(error, TimeoutError)
+            why = "no replica is up, or all have too much to do" if waited else "a replica is lost"
             raise RequestError(503, f"{why}; try again", retry_after=RETRY_AFTER_S) from error
         finally:
             stream.cancel()
-
-    async def _register(self, key: Key, fields: dict[str, Any]) -> Any:
-        """Every replica hears of a document; the first refusal, which takes it back everywhere, or None."""
-        await self._registrations.put.remote(key, fields)
-        refusal = next((refused[key] for refused in await self._all("catch_up") if key in refused), None)
-        if refusal is not None:
-            await self._registrations.put.remote(key, None)
-            await self._all("catch_up")
-        return refusal
 
     async def _all(self, method: str) -> list[Any]:
         """What the replicas that are up return; who can't be asked catches up when Ray next asks for its health."""

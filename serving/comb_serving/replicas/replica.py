@@ -1,12 +1,17 @@
-"""A replica: an actor of Ray Serve that owns one `comb serve`, ends with it, and passes requests on to it."""
+"""A replica: an actor of Ray Serve that owns one `comb serve`, ends with it, and passes requests on to it.
+
+What clients have registered under /v1/documents is in an actor of its own, that outlives ingress and replicas.
+"""
 
 from __future__ import annotations
 
 import asyncio
+import json
 import logging
 import os
 import shlex
 import shutil
+import time
 from collections.abc import AsyncIterator, Mapping
 from dataclasses import dataclass
 from itertools import pairwise
@@ -20,13 +25,21 @@ from pydantic import BaseModel, ConfigDict, Field, field_validator
 from ray import serve
 from yarl import URL
 
+from comb_serving.api.http import RequestError
 from comb_serving.api.registered import FOLDER
-from comb_serving.api.request_error import RequestError
 from comb_serving.api.routes import DOCUMENTS
 from comb_serving.config.serve_options import ServeOptions, parse_bytes
 from comb_serving.launch.server_process import COMMAND, ServerProcess
-from comb_serving.replicas.registrations import Key, registrations_of
 
+logger = logging.getLogger(__name__)
+
+CONNECT_SECONDS, WATCH_SECONDS, RETRY_AFTER_S = 5.0, 0.2, 5
+# of one hop of a connection, not of the request
+_HOP = {"connection", "keep-alive", "proxy-connection", "te", "trailer", "transfer-encoding", "upgrade", "host"}
+_HOP |= {"content-length"}
+
+Key = tuple[str, str]  # of a registered document: the sender (`sender_of`), and its id
+WholeAnswer = tuple[int, dict[str, str], bytes]  # status, headers, body
 NAME = "{replica}"  # in arguments: stands for the replica's name, for folders that each needs for itself
 
 
@@ -83,14 +96,46 @@ class ReplicasConfig(BaseModel):
         return [*self.command, self.checkpoint, *(argument.replace(NAME, replica) for argument in self.arguments)]
 
 
-logger = logging.getLogger(__name__)
+class Registrations:
+    """Registered documents by their keys. Changes have numbers, so that replicas can ask for what they have missed."""
 
-CONNECT_SECONDS, WATCH_SECONDS, RETRY_AFTER_S = 5.0, 0.2, 5
-# of one hop of a connection, not of the request
-_HOP = {"connection", "keep-alive", "proxy-connection", "te", "trailer", "transfer-encoding", "upgrade", "host"}
-_HOP |= {"content-length"}
+    def __init__(self) -> None:
+        self._known: dict[Key, tuple[int, dict[str, Any], float | None]] = {}
+        self._changes = 0
 
-WholeAnswer = tuple[int, dict[str, str], bytes]  # status, headers, body
+    def put(self, key: Key, fields: Mapping[str, Any] | None) -> None:
+        """Remembers the body of a POST /v1/documents, or forgets it (None)."""
+        self._changes += 1
+        self._known.pop(key, None)
+        if fields is not None:
+            ttl = fields.get("ttl_s")
+            expires_at = None if ttl is None else time.time() + ttl  # since the epoch: the same on every machine
+            self._known[key] = self._changes, dict(fields), expires_at
+
+    def missing(self, told: Mapping[Key, int]) -> tuple[dict[Key, tuple[int, bytes]], list[Key]]:
+        """What a replica must be told.
+
+        Args:
+            told: by key, the number of the change that the replica has heard of.
+
+        Returns:
+            Documents to register, with the numbers of their changes and the time to live that is left; and documents
+            to delete.
+        """
+        now = time.time()
+        self._known = {key: one for key, one in self._known.items() if one[2] is None or one[2] > now}
+        new = {}
+        for key, (number, fields, expires_at) in self._known.items():
+            if told.get(key) != number:
+                left = {} if expires_at is None else {"ttl_s": expires_at - now}
+                new[key] = number, json.dumps({**fields, **left}).encode()
+        return new, [key for key in told if key not in self._known]
+
+
+def registrations_of(application: str) -> Any:
+    """The actor of a Ray Serve application, made at first use; it stays until Ray ends or somebody kills it."""
+    options = {"name": f"comb-registrations-{application}", "namespace": "comb", "lifetime": "detached"}
+    return ray.remote(Registrations).options(num_cpus=0, get_if_exists=True, **options).remote()
 
 
 @dataclass(frozen=True)

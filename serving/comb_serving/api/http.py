@@ -1,4 +1,4 @@
-"""Requests and answers of an ASGI server, as much of them as the middleware needs."""
+"""Requests, answers and errors of an ASGI server, as much of them as the middleware needs."""
 
 from __future__ import annotations
 
@@ -8,12 +8,35 @@ import re
 from collections.abc import Awaitable, Callable, MutableMapping
 from typing import Any
 
-from comb_serving.api.request_error import RequestError
-
 Scope = MutableMapping[str, Any]
 Message = MutableMapping[str, Any]
 Receive = Callable[[], Awaitable[Message]]
 Send = Callable[[Message], Awaitable[None]]
+
+TYPES = {
+    400: "BadRequestError", 401: "AuthenticationError", 403: "PermissionDeniedError", 404: "NotFoundError",
+    405: "MethodNotAllowedError", 409: "ConflictError", 413: "RequestTooLargeError", 429: "RateLimitError",
+}  # fmt: skip
+# a parser is done with long texts at once and with many values slowly, and lets nobody else run meanwhile
+MAX_VALUES = 500_000
+_SURROGATE = re.compile(r"\\u[dD][89a-fA-F]")
+
+
+class RequestError(Exception):
+    """What is wrong with a request, for the one who sent it: a status, and an OpenAI error object.
+
+    Args:
+        param: the field of the body that is meant.
+        retry_after: seconds after which trying again makes sense.
+    """
+
+    def __init__(self, status: int, message: str, *, param: str | None = None, retry_after: int | None = None) -> None:
+        super().__init__(message)
+        self.status, self.message = status, message
+        kind = TYPES.get(status, "InternalServerError")
+        error = {"message": message, "type": kind, "param": param, "code": status}
+        self.body = json.dumps({"error": error}).encode()
+        self.headers = {} if retry_after is None else {"retry-after": str(retry_after)}
 
 
 class ClientLeftError(Exception):
@@ -37,10 +60,6 @@ def path_of(scope: Scope) -> str:
     """The path below the application's root."""
     path: str = scope["path"]
     return path.removeprefix(scope.get("root_path", "")) or "/"
-
-
-# a parser is done with long texts at once and with many values slowly, and lets nobody else run meanwhile
-MAX_VALUES = 500_000
 
 
 async def read_body(receive: Receive, limit: int) -> bytes:
@@ -85,20 +104,14 @@ def parse_object(body: bytes) -> dict[str, Any]:
     return value
 
 
-_SURROGATE = re.compile(r"\\u[dD][89a-fA-F]")
-
-
 def _has_too_many_values(text: str) -> bool:
     """Whether what stands between the strings of a JSON text begins more than `MAX_VALUES` values, in linear time."""
-
-    def values(text: str) -> int:
-        return sum(map(text.count, ",[{"))
-
-    if values(text) <= MAX_VALUES:
+    if sum(map(text.count, ",[{")) <= MAX_VALUES:
         return False
     bare = text.replace("\\\\", "").replace('\\"', "")
-    # a value has four quotes at most: those of its name, and its own
-    return bare.count('"') > 4 * MAX_VALUES or values("".join(bare.split('"')[::2])) > MAX_VALUES
+    if bare.count('"') > 4 * MAX_VALUES:  # a value has four quotes at most: those of its name, and its own
+        return True
+    return sum(map("".join(bare.split('"')[::2]).count, ",[{")) > MAX_VALUES
 
 
 class Connection:
@@ -161,3 +174,54 @@ async def send_json(send: Send, status: int, body: bytes, headers: dict[str, str
     pairs = [(name.encode(), value.encode()) for name, value in fields.items()]
     await send({"type": "http.response.start", "status": status, "headers": pairs})
     await send({"type": "http.response.body", "body": body})
+
+
+class AnswerRewriter:
+    """A `send` that passes JSON answers on as `whole` and `event` make them; errors and all else go as they are.
+
+    Attributes:
+        finished: whether the answer is whole.
+    """
+
+    def __init__(self, send: Send) -> None:
+        self.send, self.finished = send, False
+        self._start: Message = {}
+        self._streams = self._passes = False
+        self._body = bytearray()
+
+    def whole(self, body: bytes) -> bytes:
+        """What goes on in place of a whole answer."""
+        raise NotImplementedError
+
+    def event(self, event: bytes) -> bytes:
+        """What goes on in place of an event of a stream, which comes without the blank line at its end."""
+        raise NotImplementedError
+
+    async def __call__(self, message: Message) -> None:
+        if message["type"] == "http.response.start":
+            headers = {name.lower(): value for name, value in message.get("headers", ())}
+            kind = headers.get(b"content-type", b"")
+            self._streams = kind.startswith(b"text/event-stream")
+            readable = self._streams or kind.startswith(b"application/json")
+            self._passes = message["status"] != 200 or b"content-encoding" in headers or not readable
+            self._start = message
+            if self._passes or self._streams:
+                await self.send(message)
+            return
+        more = message.get("more_body", False)
+        self.finished |= message["type"] == "http.response.body" and not more
+        if self._passes or message["type"] != "http.response.body":
+            await self.send(message)
+            return
+        self._body += message.get("body", b"")
+        if self._streams:
+            *events, rest = bytes(self._body).split(b"\n\n")
+            self._body = bytearray(rest)
+            out = b"".join(map(self.event, events)) + (b"" if more else rest)
+            if out or not more:
+                await self.send({"type": "http.response.body", "body": out, "more_body": more})
+        elif not more:
+            out, headers = self.whole(bytes(self._body)), self._start.get("headers", ())
+            kept = [(name, value) for name, value in headers if name.lower() != b"content-length"]
+            await self.send({**self._start, "headers": [*kept, (b"content-length", str(len(out)).encode())]})
+            await self.send({"type": "http.response.body", "body": out})
