@@ -15,7 +15,7 @@ from typer.testing import CliRunner
 
 from comb import CombForCausalLM, Prompt
 from comb_training import plugin
-from comb_training.answers.greedy import TransformersEngine
+from comb_training.answers.engines import TransformersEngine
 from comb_training.config import TrainConfig
 from comb_training.data.batches import TrainingExample
 from comb_training.trainer.trainer import CombTrainer

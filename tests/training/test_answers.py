@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import tempfile
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -14,7 +15,7 @@ from transformers import LlamaConfig, LlamaForCausalLM, MistralConfig, MistralFo
 from comb.documents.datasets import Counts
 from comb.documents.document import Prompt, PromptBuilder, until_stop
 from comb_training.answers import generate
-from comb_training.answers.greedy import TransformersEngine
+from comb_training.answers.engines import TransformersEngine
 from comb_training.data.batches import TrainingExample
 from tests.helpers.byte_text import byte_tokenizer
 from tests.helpers.training import record_questions
@@ -40,7 +41,8 @@ def answer_on_policy(
             decode=lambda _: "", max_prompt_tokens=limit, folder=folder or elsewhere, progress=False,
         ).answers  # fmt: skip
     generate.count_answers(answers, counts or Counts(), limit, max_new_tokens)
-    return [e.with_target(answer.token_ids) for e, answer in zip(examples, answers, strict=True) if answer is not None]
+    given = zip(examples, answers, strict=True)
+    return [replace(e, target=answer.token_ids) for e, answer in given if answer is not None]
 
 
 def llama(seed: int = 0) -> LlamaForCausalLM:
@@ -103,7 +105,7 @@ def test_drafts_are_taken_only_where_the_backbone_says_just_that(
         "wrong": lambda target: (target[0] ^ 1, *target[1:]),
         "unfinished": lambda target: target[:-1] or (9,),
     }
-    drafts = [example.with_target(change[draft](target)) for example, target in zip(examples, said, strict=True)]
+    drafts = [replace(example, target=change[draft](target)) for example, target in zip(examples, said, strict=True)]
     decoded = record_questions(monkeypatch, "_decode")
     answered = answer_on_policy(backbone, drafts)
     assert [e.target for e in answered] == said  # whatever the draft

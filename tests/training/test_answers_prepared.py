@@ -15,8 +15,8 @@ import torch
 import yaml
 from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM
 
-from comb_training.answers import answer_prepared, choose_engine, generate, prepared, vllm_engine
-from comb_training.answers.greedy import TransformersEngine
+from comb_training.answers import answer_prepared, choose_engine, engines, generate
+from comb_training.answers.engines import TransformersEngine
 from comb_training.answers.store import METADATA, StoredAnswer
 from comb_training.cli.answers import engine_option
 from comb_training.config import Config, config_from_dict
@@ -81,11 +81,11 @@ def test_the_command_answers_and_training_finds_the_answers(tmp_path: Path, monk
 def test_the_engine_is_chosen_by_what_is_installed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert "one of auto, transformers, vllm" in str(answers(tmp_path, "--engine", "tensorrt").exception)
     assert "the engine is transformers" in str(answers(tmp_path, "--engine", "transformers", "--vllm", "x=1").exception)
-    monkeypatch.setattr(prepared, "vllm_installed", lambda: False)
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     assert choose_engine("auto") == "transformers"
     with pytest.raises(ValueError, match="vLLM is not installed"):
         choose_engine("vllm")
-    monkeypatch.setattr(prepared, "vllm_installed", lambda: True)
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: object())
     assert choose_engine("auto") == "vllm"
     assert engine_option("tensor-parallel-size=2") == ("tensor_parallel_size", 2)
     with pytest.raises(ValueError, match="expected --vllm key=value"):
@@ -192,7 +192,7 @@ GIVEN = {"RANK": "5", "WORLD_SIZE": "8", "LOCAL_RANK": "1", "MASTER_ADDR": "h", 
 def test_an_engine_of_a_rank_sees_no_torchrun_and_one_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     for name, value in {**GIVEN, "CUDA_VISIBLE_DEVICES": "4,6"}.items():
         monkeypatch.setenv(name, value)
-    with vllm_engine.alone():
+    with engines.alone():
         assert not GIVEN.keys() & os.environ.keys()
         assert os.environ["CUDA_VISIBLE_DEVICES"] == "6"
     assert {name: os.environ[name] for name in GIVEN} == GIVEN

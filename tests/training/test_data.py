@@ -14,7 +14,7 @@ import pytest
 from comb.documents.datasets import Dataset, datasets, read_dataset
 from comb.documents.document import Document, Example
 from comb_training import plugin
-from comb_training.data.grouping import pick_distractors, seeded, split_groups
+from comb_training.data.side import pick_distractors, seeded, split_groups
 from tests.helpers.rows import SHARED, texts
 
 SQUAD = SHARED / "squad" / "squad_v2_dev_sample.json"

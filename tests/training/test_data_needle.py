@@ -9,7 +9,7 @@ import pytest
 
 from comb import Document, Example
 from comb.documents.datasets import read_dataset
-from comb_training.data.readers.needle import supporting
+from comb_training.data.readers.haystacks import supporting
 
 
 def test_needles_stand_at_every_depth_in_turn() -> None:

@@ -153,7 +153,7 @@ def test_the_list_says_what_from_where_how_large_and_which_licence(tmp_path: Pat
 def test_a_set_on_the_hub_is_read_from_a_copy_in_the_folder(tmp_path: Path) -> None:
     pytest.importorskip("datasets", reason="the package datasets is not installed")
     from comb_training.config import load_config
-    from comb_training.data.sources import sources
+    from comb_training.data.mixture import sources
 
     copy = tmp_path / "data" / "org" / "mine"
     copy.mkdir(parents=True)
@@ -163,7 +163,7 @@ def test_a_set_on_the_hub_is_read_from_a_copy_in_the_folder(tmp_path: Path) -> N
         "templates: {plain: {query: '{query}'}}\n"
         "sets: {mine: {dataset: jsonl, path: 'hf://org/mine?split=train', split: all, template: plain}}\n"
     )
-    from comb.evaluation.sets import read_sets
+    from comb.evaluation.setting import read_sets
 
     assert len(read_sets(tmp_path / "evaluation.yaml")["mine"].read(tmp_path / "data")) == 8
     mixture = "data.mixture=[{dataset: jsonl, path: 'hf://org/mine?split=train'}]"

@@ -16,9 +16,8 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from comb import CombForCausalLM, Prompt
 from comb_training.config import Config, TrainConfig
 from comb_training.data.batches import IGNORED, Collator, TrainingExample
-from comb_training.models.lora import add_lora, lora_layers, unload
-from comb_training.trainer.attention_targets import attention_targets
-from comb_training.trainer.losses import Teacher, divergence, target_logits_only, target_loss
+from comb_training.models.comb import add_lora, lora_layers, unload
+from comb_training.trainer.losses import Teacher, attention_targets, divergence, target_logits_only, target_loss
 from tests.helpers.training import backbone, comb_model, examples, trainer
 
 GENERATOR = torch.Generator().manual_seed(0)

@@ -12,14 +12,22 @@ import torch
 from transformers import AutoModelForCausalLM, LlamaConfig, Qwen3Config
 
 from comb import CombForCausalLM, LinkTokensForCausalLM, Prompt
-from comb.bench.work.first_tokens import peak_memory
+from comb.bench.context_length import peak_memory
 from comb_training.config import TrainConfig
 from comb_training.data.batches import Collator, TrainingExample
+from comb_training.models.comb import add_lora
 from comb_training.models.linktokens import RowCollator
-from comb_training.models.lora import add_lora
-from comb_training.plan.activations import FACTOR, PassSize, activation_bytes
 from comb_training.plan.counting import Parameters
-from comb_training.plan.memory import OFFLOADED, GpuMemory, deepspeed_settings, memory_of, other_ways
+from comb_training.plan.memory import (
+    FACTOR,
+    OFFLOADED,
+    GpuMemory,
+    PassSize,
+    activation_bytes,
+    deepspeed_settings,
+    memory_of,
+    other_ways,
+)
 from comb_training.trainer.losses import target_logits_only, target_loss
 from comb_training.trainer.sampler import batch_sampler
 

@@ -35,8 +35,8 @@ from comb_training.data.batches import TrainingExample, join_questions
 from comb_training.data.mixture import prompt_builder, read_examples
 from comb_training.data.token_statistics import TokenStatistics, statistics_by_set
 from comb_training.models import training_method
-from comb_training.models.loading import device_of
-from comb_training.models.lora import unload
+from comb_training.models.comb import unload
+from comb_training.models.method import device_of
 from comb_training.trainer import distributed
 from comb_training.trainer.checkpoints import checkpoint_to_resume
 from comb_training.trainer.prepare import PreparedRun, prepare, tokenized

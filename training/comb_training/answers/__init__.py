@@ -5,6 +5,6 @@ sec. 5). Another model may answer in its place (`train.teacher`). `comb answers`
 which generates what is missing. A `PreparedRun` enters `answer_prepared`, its examples leave with answers: `Targets`.
 """
 
-from comb_training.answers.prepared import Targets, answer_prepared, choose_engine
+from comb_training.answers.generate import Targets, answer_prepared, choose_engine
 
 __all__ = ["Targets", "answer_prepared", "choose_engine"]

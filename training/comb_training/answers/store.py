@@ -102,14 +102,17 @@ class AnswerStore:
         """
         self._answers.update(answers)
         made = {**asdict(self.settings), "identity": self.settings.identity, "engine": engine}
-        content = _part(answers, {METADATA: json.dumps(made, sort_keys=True).encode()})
+        rows = [{"key": key, **asdict(answer)} for key, answer in answers.items()]
+        schema = pa.schema(list(COLUMNS.items()), metadata={METADATA: json.dumps(made, sort_keys=True).encode()})
+        sink = pa.BufferOutputStream()
+        pq.write_table(pa.Table.from_pylist(rows, schema=schema), sink, write_page_checksum=True)
         path = self.folder / f"{self._prefix}-{self._parts:06d}.parquet"
         try:
             self.folder.mkdir(parents=True, exist_ok=True)
             if self._parts == 0:
                 for abandoned in filter(is_abandoned, self.folder.glob(f"{TEMPORARY_PREFIX}*")):
                     abandoned.unlink(missing_ok=True)
-            write_whole(path, content)
+            write_whole(path, sink.getvalue().to_pybytes())
         except OSError as error:
             raise OSError(
                 error.errno,
@@ -142,12 +145,3 @@ class AnswerStore:
                 path.rename(aside)
             return
         self._answers.update(answers)
-
-
-def _part(answers: Mapping[str, StoredAnswer], metadata: Mapping[bytes, bytes]) -> bytes:
-    rows = [{"key": key, **asdict(answer)} for key, answer in answers.items()]
-    table = pa.Table.from_pylist(rows, schema=pa.schema(list(COLUMNS.items()), metadata=dict(metadata)))
-    sink = pa.BufferOutputStream()
-    pq.write_table(table, sink, write_page_checksum=True)
-    content: bytes = sink.getvalue().to_pybytes()
-    return content

@@ -67,7 +67,7 @@ def evaluate(
     from comb.evaluation.record import check_writable, read_training
     from comb.hub.push import read_card
     from comb.methods import split_specs
-    from comb_training.models.loading import load_checkpoint
+    from comb_training.models.method import load_checkpoint
 
     if methods is not None:
         given.append(f"eval.methods={json.dumps(split_specs(methods))}")
@@ -92,8 +92,8 @@ def _asked_about(settings: Config, named: str | Sequence[Any], path: str | None)
     """The settings with these rows, and whether they are what was trained on: that stays split as it was, so that none
     of it is called held out."""
     from comb_training.config import config_from_dict
-    from comb_training.config.data import other_rows
-    from comb_training.data.sources import Source, sources
+    from comb_training.config.sections import other_rows
+    from comb_training.data.mixture import Source, sources
 
     data = settings.data
     if isinstance(named, str):

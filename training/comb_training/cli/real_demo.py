@@ -20,13 +20,13 @@ from comb.backbones.loading import is_slow
 from comb.backbones.tokenizer import load_tokenizer
 from comb.documents.document import Document, Example
 from comb.evaluation.compare import compare, measure_times, question_name
-from comb.evaluation.journal import Journal
+from comb.evaluation.record import Journal
 from comb.evaluation.setting import NO_DOCUMENTS, AnswerRules, Setting
 from comb.evaluation.summary import comparison_tables, summarize
 from comb.evaluation.table import Column, TextTable, divergence
 from comb_training.config import Config, load_config, trained_config
 from comb_training.data.mixture import prompt_builder
-from comb_training.models.loading import device_of, dtype_of, load_checkpoint
+from comb_training.models.method import device_of, dtype_of, load_checkpoint
 
 _CHECKOUT = Path(__file__).parents[3]
 CONFIGS = _CHECKOUT / "configs"

@@ -43,7 +43,7 @@ def train(
     settings = load_config(config, overrides or [])
 
     # takes seconds, so behind what can be wrong with the options
-    from comb_training.models.loading import load_checkpoint
+    from comb_training.models.method import load_checkpoint
     from comb_training.train import rehearse_evaluation, run_training
     from comb_training.trainer import distributed
 
@@ -106,7 +106,7 @@ def _show_plan(run: Plan) -> None:
     import yaml
     from rich.syntax import Syntax
 
-    from comb_training.plan.table import blocks
+    from comb_training.plan import blocks
     from comb_training.trainer import distributed
 
     if not distributed.is_main():

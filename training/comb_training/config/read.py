@@ -17,11 +17,18 @@ import yaml
 from pydantic import TypeAdapter, ValidationError
 
 from comb.backbones.tracebacks import named
-from comb.files import read_text
 from comb.evaluation.record import read_training
+from comb.files import read_text
 from comb.hub.facts import TRAINING
-from comb_training.config.data import DataConfig, MixtureEntry, other_rows
-from comb_training.config.sections import Config, EvalConfig, ModelConfig, TrainConfig
+from comb_training.config.sections import (
+    Config,
+    DataConfig,
+    EvalConfig,
+    MixtureEntry,
+    ModelConfig,
+    TrainConfig,
+    other_rows,
+)
 
 SECTIONS: dict[str, type] = {"model": ModelConfig, "data": DataConfig, "train": TrainConfig, "eval": EvalConfig}
 
@@ -185,33 +192,30 @@ def _validate(content: Mapping[str, Any], source: str, *, alone: bool = False) -
 
 
 def _describe(mistake: Any) -> str:
-    location, kind = mistake["loc"], mistake["type"]
-    if kind == "value_error":  # of a section's own checks, which name their keys
+    location, mistaken = mistake["loc"], mistake["type"]
+    if mistaken == "value_error":  # of a section's own checks, which name their keys
         return str(mistake["ctx"]["error"])
     name = ".".join(map(str, location))
     for part in location:
         if isinstance(part, int):
             name = name.replace(f".{part}", f"[{part}]", 1)
-    if kind == "unexpected_keyword_argument" and name in GONE:
+    if mistaken == "unexpected_keyword_argument" and name in GONE:
         return f"{name} is no key any more: {GONE[name]}"
-    if kind == "unexpected_keyword_argument":
-        return f"unknown key {name}; {_hint(str(location[-1]), location[:-1], name)}"
-    if kind == "missing":
+    if mistaken == "unexpected_keyword_argument":
+        *section, key = location
+        kind = MixtureEntry if "mixture" in section else SECTIONS[section[0]] if section else Config
+        known = [field.name for field in fields(kind)]
+        close = [name.removesuffix(key) + match for match in difflib.get_close_matches(key, known, n=1)]
+        # a right key in the wrong section is the other common slip
+        close += [f"{other}.{key}" for other, kind in SECTIONS.items() if key in {field.name for field in fields(kind)}]
+        meant = f"did you mean {' or '.join(close)}?" if close else f"known keys: {', '.join(sorted(known))}"
+        return f"unknown key {name}; {meant}"
+    if mistaken == "missing":
         return f"{name.rpartition('.')[0]} needs a {location[-1]}"
     context = dict(mistake.get("ctx", {}))
     context["expected"] = str(context.get("expected")).replace(" or ", ", ")
-    expected = EXPECTED.get(kind, "{input!r}: " + mistake["msg"].replace("{", "{{").replace("}", "}}"))
+    expected = EXPECTED.get(mistaken, "{input!r}: " + mistake["msg"].replace("{", "{{").replace("}", "}}"))
     return f"{name} {expected.format(input=mistake['input'], **context)}"
-
-
-def _hint(key: str, section: Sequence[Any], name: str) -> str:
-    """What was meant instead of `key` in `section`."""
-    kind = MixtureEntry if "mixture" in section else SECTIONS[section[0]] if section else Config
-    known = [field.name for field in fields(kind)]
-    close = [name.removesuffix(key) + match for match in difflib.get_close_matches(key, known, n=1)]
-    # a right key in the wrong section is the other common slip
-    close += [f"{other}.{key}" for other, kind in SECTIONS.items() if key in {field.name for field in fields(kind)}]
-    return f"did you mean {' or '.join(close)}?" if close else f"known keys: {', '.join(sorted(known))}"
 
 
 def trained_config(folder: str | Path) -> Config | None:
@@ -223,13 +227,12 @@ def trained_config(folder: str | Path) -> Config | None:
     if record is None:
         return None
 
-    passed_over = {*GONE, "model.device"}
-
-    def still_there(section: str, keys: Any) -> Any:
-        if not isinstance(keys, dict):
-            return keys
-        # an earlier version's method `block` trained a backbone, which is asked as any other
-        return {k: v for k, v in keys.items() if f"{section}.{k}" not in passed_over and (k, v) != ("method", "block")}
-
-    config = {section: still_there(section, keys) for section, keys in record["config"].items()}
+    config = {}
+    for section, keys in record["config"].items():
+        if isinstance(keys, dict):
+            passed_over = [key for key in keys if f"{section}.{key}" in (*GONE, "model.device")]
+            # an earlier version's method `block` trained a backbone, which is asked as any other
+            passed_over += ["method"] if keys.get("method") == "block" else []
+            keys = {key: value for key, value in keys.items() if key not in passed_over}
+        config[section] = keys
     return config_from_dict(config, str(Path(folder) / TRAINING))

@@ -1,7 +1,6 @@
 """From a configuration's data to token ids and batches.
 
-A `DataConfig` enters; `TrainingExample`s and their `Counts` leave. On the way: `readers`, a file each (`side` has their
-decorator, `records` and `hub` the rows, `grouping` splits and draws), `sources` and `mixture` the sets of a run in
-their shares, `batches` token ids and batches.
-Others use `mixture.read_tokenized` and `read_examples`, `batches`, `token_statistics`, and `sources.sources`.
+A `DataConfig` enters; `TrainingExample`s and their `Counts` leave. On the way: `readers` (`side` has their decorator,
+splits and draws, `records` the rows of a file or the Hub), `mixture` the sets of a run in their shares, `batches` token
+ids and batches.
 """

@@ -47,12 +47,6 @@ class TrainingExample:
         """Token ids of the documents, one tuple each."""
         return self.prompt.segments
 
-    def with_target(self, target: Sequence[int]) -> TrainingExample:
-        """The same question with another answer. Raises ValueError for an empty one: its loss would be NaN."""
-        if not target:
-            raise ValueError(f"example {self.id}: the target is empty, there is nothing to learn")
-        return replace(self, target=tuple(target))
-
 
 def fit_documents(
     examples: Iterable[Example],
@@ -128,12 +122,7 @@ def join_questions(examples: Iterable[TrainingExample], most: int, builder: Prom
 
 
 def tokenize(
-    examples: Iterable[Example],
-    builder: PromptBuilder,
-    counts: Counts,
-    *,
-    query_template: str = "{query}",
-    max_query_tokens: int | None = None,
+    examples: Iterable[Example], builder: PromptBuilder, counts: Counts, *, max_query_tokens: int | None = None
 ) -> list[TrainingExample]:
     """Token ids of every example, with its gold answer as target.
 
@@ -147,8 +136,7 @@ def tokenize(
         if not example.documents:
             counts.drop("no documents")
             continue
-        query = query_template.replace("{query}", example.query)
-        prompt = builder.build(query, list(map(segment, example.documents)))
+        prompt = builder.build(example.query, list(map(segment, example.documents)))
         prompt = replace(prompt, head=heads.setdefault(prompt.head, prompt.head))  # rows begin alike: held once
         target = builder.answer(example.answer)
         if max_query_tokens is not None and len(prompt.query) + len(target) > max_query_tokens:
@@ -173,16 +161,19 @@ class Collator:
 
     Returns input_ids, attention_mask and labels ``[B, T]``, documents, per row a list of id tensors ``[tokens]``;
     with `full_prompts` also full_prompts, the same rows with their documents in them (for a teacher that reads them),
-    and in it documents [B, T], true where those stand.
+    and in it documents [B, T], true where those stand. With `exact_prefix` also prefix_tokens, per row the tokens in
+    front of the documents, which read none of them (`CombConfig`).
     """
 
     pad_token_id: int
     full_prompts: bool = False
+    exact_prefix: bool = False
 
     def __call__(self, examples: Sequence[TrainingExample]) -> dict[str, Any]:
         """One batch. Raises ValueError for an example without a target."""
-        self.check_targets(examples)
         batch: dict[str, Any] = self.rows([(example.prompt.query, example) for example in examples])
+        if self.exact_prefix:
+            batch["prefix_tokens"] = [len(example.prompt.head) for example in examples]
         if self.full_prompts:
             full = batch["full_prompts"] = self.rows([(example.prompt.flat, example) for example in examples])
             full["documents"] = torch.zeros_like(full["input_ids"], dtype=torch.bool)
@@ -197,15 +188,11 @@ class Collator:
         batch["documents"] = [[tensors[segment] for segment in example.segments] for example in examples]
         return batch
 
-    @staticmethod
-    def check_targets(examples: Sequence[TrainingExample]) -> None:
-        """Raises ValueError for an example without a target."""
-        empty = next((example for example in examples if not example.target), None)
-        if empty is not None:
-            raise ValueError(f"example {empty.id} has no target tokens: its loss would be NaN")
-
     def rows(self, parts: Sequence[tuple[Sequence[int], TrainingExample]]) -> dict[str, Tensor]:
         """Prompts and the targets of their examples, padded."""
+        for _, example in parts:
+            if not example.target:
+                raise ValueError(f"example {example.id} has no target tokens: its loss would be NaN")
         shape = (len(parts), max(len(prompt) + len(example.target) for prompt, example in parts))
         input_ids = torch.full(shape, self.pad_token_id)
         attention_mask = torch.zeros(shape, dtype=torch.long)

@@ -16,18 +16,19 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from fractions import Fraction
+from pathlib import Path
 from typing import Any
 
-from comb.documents.datasets import Counts
+from comb.documents.datasets import Counts, below, locate, read_dataset
 from comb.documents.document import Example, PromptBuilder
-from comb.documents.splitting import Splitter, create
-from comb_training.config import DataConfig
+from comb.documents.splitting import create
+from comb_training.config import DataConfig, MixtureEntry
 from comb_training.data.batches import TOGETHER, TrainingExample, by_documents, fit_documents, tokenize
-from comb_training.data.grouping import seeded
-from comb_training.data.sources import Source, sources
+from comb_training.data.records import on_hub
+from comb_training.data.side import seeded
 
 
 def set_name(id: str | None) -> str:
@@ -36,78 +37,94 @@ def set_name(id: str | None) -> str:
 
 
 @dataclass(frozen=True)
-class ConfiguredSide:
-    """One side of the configured data, set by set."""
+class Source:
+    """One set, and how its rows are read and written.
 
-    data: DataConfig
-    builder: PromptBuilder
-    max_document_tokens: int | None
-    split: str
-    limit: int | None
+    Args:
+        name: of a set of a mixture; None for data that is no mixture.
+        options: of the reader; without split and limit.
+        limit: different examples at most, on the train side of a mixture.
+    """
 
-    @property
-    def sets(self) -> list[Source]:
-        return sources(self.data)
+    name: str | None
+    dataset: str
+    path: str | None
+    options: Mapping[str, Any]
+    weight: float | None = None
+    limit: int | None = None
+    query_template: str = "{query}"
 
-    def texts(self, source: Source) -> tuple[list[Example], Counts]:
-        """Examples of one set, documents fitted, questions written."""
-        examples, counts = source.read(self.split, self.limit, self.sets)
-        if source.name is not None:
-            examples = _unique(examples)
-        if "{title}" not in (self.data.document_template or "{title}"):
-            titled = {document for example in examples for document in example.documents if document.title}
-            counts.note("documents without their titles: data.document_template has no {title}", len(titled))
-        fitted = fit_documents(examples, self.builder, self.longest, counts, self.splitter)
-        return [source.written(example) for example in fitted], counts
+    def read(self, split: str, limit: int | None = None, others: Iterable[Source] = ()) -> tuple[list[Example], Counts]:
+        """One side of the set.
 
-    def tokens(self, texts: Sequence[Example], counts: Counts) -> list[TrainingExample]:
-        """Those of `texts` that are short enough, as tokens."""
-        return tokenize(texts, self.builder, counts, max_query_tokens=self.data.max_query_tokens)
+        Args:
+            others: sets of the same mixture. On the train side, what they hold out of the same file is dropped.
 
-    def mixed(self) -> tuple[list[tuple[TrainingExample, Example]], Counts]:
-        """The examples of a mixture in their shares, as tokens and as text, and what happened to the rows.
-
-        Shares hold exactly: examples that are too long are dropped first.
+        Raises:
+            ValueError: as `read_dataset` does, naming the set.
         """
-        found = {}
-        for source in self.sets:
-            texts, counts = self.texts(source)
-            found[str(source.name)] = self.tokens(texts, counts), {text.id: text for text in texts}, counts
-        numbers = self.numbers({name: len(tokens) for name, (tokens, _, _) in found.items()})
-        mixed = []
-        for name, (tokens, by_id, counts) in found.items():
-            counts.drop("over the share of the mixture", max(0, len(tokens) - numbers[name]))
-            counts.repeated = max(0, numbers[name] - len(tokens))
-            drawn = draw(by_documents(tokens), numbers[name], seed=self.data.seed, name=name) if numbers[name] else ()
-            for place, turn in drawn:
-                text = by_id[tokens[place].id]
-                id = f"{name}{f'@{turn + 1}' if turn else ''}/{text.id}"
-                mixed.append((replace(tokens[place], id=id), replace(text, id=id, group=f"{name}/{text.group}")))
-        sets = {name: counts for name, (_, _, counts) in found.items()}
-        return mixed, Counts(read=sum(counts.read for counts in sets.values()), sets=sets)
+        limit = self.limit if split == "train" and self.name is not None else limit
+        try:
+            dataset = read_dataset(self.dataset, self.path, **{"split": split, "limit": limit, **self.options})
+        except ValueError as error:
+            if self.name is None:
+                raise
+            raise type(error)(f"data.mixture, set {self.name!r}: {error}") from error
+        counts, examples = dataset.counts, list(dataset)
+        for other in others if split == "train" else ():
+            # one that reads the same file in another way may hold out what this one trains on
+            if other.name == self.name or not self.reads_as(other) or dict(self.options) == dict(other.options):
+                continue
+            heldout, _ = other.read("heldout")
+            ids = {example.id for example in heldout} - {None}
+            groups = {example.group for example in heldout} - {None}
+            kept = [example for example in examples if example.id not in ids and example.group not in groups]
+            counts.drop(f"held out by set {other.name}", len(examples) - len(kept))
+            examples = kept
+        return examples, counts
 
-    def numbers(self, sizes: dict[str, int]) -> dict[str, int]:
-        """How many examples each set of a mixture gives."""
-        given = {str(source.name): source.weight for source in self.sets}
-        all_of_it = not any(given.values())
-        weights = {name: sizes[name] if all_of_it else weight or 1.0 for name, weight in given.items()}
-        if self.split != "train":
-            return heldout_numbers(sizes, weights, self.limit)
-        data = self.data
-        return epoch_numbers(
-            sizes, weights, max_repeats=data.max_repeats, epoch_examples=data.epoch_examples, limit=self.limit
+    def reads_as(self, other: Source) -> bool:
+        """Whether both read the same file, folder or set on the Hub; False for what isn't there."""
+        try:
+            (reader, path), (its_reader, its_path) = (locate(each.dataset, each.path) for each in (self, other))
+        except ValueError:
+            return False
+        if path is None or its_path is None or reader != its_reader:
+            return False
+        if on_hub(path) or on_hub(its_path):
+            return str(path) == str(its_path)
+        return Path(path).resolve() == Path(its_path).resolve()
+
+
+def sources(data: DataConfig) -> list[Source]:
+    """The sets of a configuration: those of its mixture, or the one there is."""
+    if data.mixture and data.path is not None and Path(data.path).is_file():
+        raise ValueError(
+            f"data.path={data.path} is a file, but with data.mixture it is the folder of the mixture's files: "
+            f"data={data.path} takes it in the place of the mixture"
         )
 
-    @property
-    def splitter(self) -> Splitter | None:
-        """What cuts long documents, None: they are cut off."""
-        return create(self.data.splitter) if self.data.splitter is not None else None
+    def options(entry: DataConfig | MixtureEntry) -> dict[str, Any]:
+        given = {"seed": data.seed, **entry.options}
+        for name in ("num_documents", "heldout_share"):
+            value = getattr(data, name) if getattr(entry, name) is None else getattr(entry, name)
+            given |= {} if value is None else {name: value}
+        return given
 
-    @property
-    def longest(self) -> int | None:
-        """Tokens a document may have."""
-        limits = [limit for limit in (self.max_document_tokens, self.data.max_document_tokens) if limit is not None]
-        return min(limits, default=None)
+    if not data.mixture:
+        return [Source(None, data.dataset, data.path, options(data), query_template=data.query_template)]
+    return [
+        Source(
+            entry.name,
+            entry.dataset,
+            entry.path if data.path is None or entry.path is None else below(data.path, entry.path),
+            options(entry),
+            entry.weight,
+            entry.limit,
+            entry.query_template or data.query_template,
+        )
+        for entry in data.mixture
+    ]
 
 
 def prompt_builder(data: DataConfig, tokenizer: Any) -> PromptBuilder:
@@ -125,7 +142,7 @@ def read_tokenized(
     """
     side = ConfiguredSide(data, builder, max_document_tokens, split, limit)
     if not data.mixture:
-        texts, counts = side.texts(side.sets[0])
+        texts, counts = side.texts(*sources(data))
         return side.tokens(texts, counts), counts
     mixed, counts = side.mixed()
     return [tokens for tokens, _ in mixed], counts
@@ -143,9 +160,67 @@ def read_examples(
     """
     side = ConfiguredSide(data, builder, max_document_tokens, split, limit)
     if not data.mixture:
-        return side.texts(side.sets[0])
+        return side.texts(*sources(data))
     mixed, counts = side.mixed()  # which are too long, and hence the shares, is known of tokens only
     return [text for _, text in mixed], counts
+
+
+@dataclass(frozen=True)
+class ConfiguredSide:
+    """One side of the configured data, set by set."""
+
+    data: DataConfig
+    builder: PromptBuilder
+    max_document_tokens: int | None
+    split: str
+    limit: int | None
+
+    def texts(self, source: Source) -> tuple[list[Example], Counts]:
+        """Examples of one set, documents fitted, questions written."""
+        data = self.data
+        examples, counts = source.read(self.split, self.limit, sources(data))
+        if source.name is not None:
+            examples = _unique(examples)
+        if "{title}" not in (data.document_template or "{title}"):
+            titled = {document for example in examples for document in example.documents if document.title}
+            counts.note("documents without their titles: data.document_template has no {title}", len(titled))
+        limits = [limit for limit in (self.max_document_tokens, data.max_document_tokens) if limit is not None]
+        splitter = create(data.splitter) if data.splitter is not None else None
+        fitted = fit_documents(examples, self.builder, min(limits, default=None), counts, splitter)
+        template = source.query_template
+        return [replace(each, query=template.replace("{query}", each.query)) for each in fitted], counts
+
+    def tokens(self, texts: Sequence[Example], counts: Counts) -> list[TrainingExample]:
+        """Those of `texts` that are short enough, as tokens."""
+        return tokenize(texts, self.builder, counts, max_query_tokens=self.data.max_query_tokens)
+
+    def mixed(self) -> tuple[list[tuple[TrainingExample, Example]], Counts]:
+        """The examples of a mixture in their shares, as tokens and as text, and what happened to the rows."""
+        data, sets, found = self.data, sources(self.data), {}
+        for source in sets:
+            texts, counts = self.texts(source)
+            # what is too long is dropped first, so that shares hold exactly
+            found[str(source.name)] = self.tokens(texts, counts), {text.id: text for text in texts}, counts
+        sizes = {name: len(tokens) for name, (tokens, _, _) in found.items()}
+        all_of_it = not any(source.weight for source in sets)
+        weights = {str(each.name): sizes[str(each.name)] if all_of_it else each.weight or 1.0 for each in sets}
+        if self.split == "train":
+            numbers = epoch_numbers(
+                sizes, weights, max_repeats=data.max_repeats, epoch_examples=data.epoch_examples, limit=self.limit
+            )
+        else:
+            numbers = heldout_numbers(sizes, weights, self.limit)
+        mixed = []
+        for name, (tokens, by_id, counts) in found.items():
+            counts.drop("over the share of the mixture", max(0, len(tokens) - numbers[name]))
+            counts.repeated = max(0, numbers[name] - len(tokens))
+            drawn = draw(by_documents(tokens), numbers[name], seed=data.seed, name=name) if numbers[name] else ()
+            for place, turn in drawn:
+                text = by_id[tokens[place].id]
+                id = f"{name}{f'@{turn + 1}' if turn else ''}/{text.id}"
+                mixed.append((replace(tokens[place], id=id), replace(text, id=id, group=f"{name}/{text.group}")))
+        sets = {name: counts for name, (_, _, counts) in found.items()}
+        return mixed, Counts(read=sum(counts.read for counts in sets.values()), sets=sets)
 
 
 def _unique(examples: Sequence[Example]) -> list[Example]:

@@ -10,20 +10,17 @@ import zlib
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import chain
 from pathlib import Path
 from typing import Any
+from urllib.parse import unquote
 
-from comb.documents.datasets import HUB
+from comb.documents.datasets import HUB, MissingDataError
 from comb.documents.document import Document, Example
-from comb_training.data.hub import load_hub_rows, on_hub
 
 _GZIP = b"\x1f\x8b"
-_HALF = re.compile("[\ud800-\udfff]")
-"""What JSON can escape, and no tokenizer takes."""
-
-
-_FILLERS = "\u115f\u1160\u2800\u3164\uffa0"
-"""Letters to Unicode, and nothing to see."""
+_HALF = re.compile("[\ud800-\udfff]")  # what JSON can escape, and no tokenizer takes
+_FILLERS = "\u115f\u1160\u2800\u3164\uffa0"  # letters to Unicode, and nothing to see
 
 
 def is_blank(text: str) -> bool:
@@ -61,7 +58,9 @@ class DatasetRow:
 
     def items(self, name: str, *kinds: type) -> list[Any]:
         """A list field whose items are all of one of these types; empty where it is null."""
-        items = [] if self._is_null(name) else self.row.get(name)
+        items = self.row.get(name)
+        if items is None and name in self.row:
+            items = []
         if not isinstance(items, list) or not all(isinstance(item, kinds) for item in items):
             expected = " or ".join(kind.__name__ for kind in kinds)
             raise ValueError(f"{self.where}: {name!r} is a list of {expected}, got {str(items)[:80]!r}")
@@ -149,9 +148,6 @@ class DatasetRow:
             raise ValueError(f"{self.where} holds half of a character, such as \\ud83d alone, in {name!r}: replace it")
         return "" if is_blank(value) else value
 
-    def _is_null(self, name: str) -> bool:
-        return name in self.row and self.row[name] is None
-
 
 def read_records(path: str | Path, dataset: str, *, lines: bool = False) -> list[DatasetRow]:
     """All rows of ``.json`` (a list), ``.jsonl``, either with ``.gz``, or of a set on the Hub (``hf://``).
@@ -218,8 +214,8 @@ def read_text(path: Path, dataset: str) -> str:
         raise ValueError(f"{what} can't be read ({error.strerror}): see who may read it (ls -l)") from error
 
 
-def read_alike(files: Sequence[str | Path], dataset: str, *names: str, lines: bool = False) -> list[list[DatasetRow]]:
-    """`read_records` of each of several files, whose rows all have the fields `names`.
+def read_alike(files: Sequence[str | Path], dataset: str, *names: str, lines: bool = False) -> list[DatasetRow]:
+    """`read_records` of several files, whose rows all have the fields `names`.
 
     Raises:
         ValueError: as `read_records` does; for files of other rows, by their first ones, before any row is used.
@@ -231,7 +227,7 @@ def read_alike(files: Sequence[str | Path], dataset: str, *names: str, lines: bo
             f"dataset {dataset!r}: {Path(files[0]).parent} has {len(other)} of {len(files)} files with other rows than "
             f"{', '.join(names)} ({', '.join(other[:5])}): move them away, or name one file"
         )
-    return read
+    return list(chain.from_iterable(read))
 
 
 def _checked(path: str | Path, records: list[DatasetRow]) -> list[DatasetRow]:
@@ -256,3 +252,59 @@ def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
         twice = next(name for name, count in Counter(name for name, _ in pairs).items() if count > 1)
         raise ValueError(f"one object has {twice!r} twice")
     return found
+
+
+_ADVICE = (
+    ", and that the Hub can be reached (HF_HUB_OFFLINE not set; HF_TOKEN for sets that ask for it). Without network, "
+    "download it elsewhere (hf download {name} --repo-type dataset --local-dir FOLDER/{name}): a mixture takes it by "
+    f"data.path=FOLDER, comb bench by --data FOLDER, and anything by {HUB}FOLDER/{{name}} with the full path"
+)
+
+
+def on_hub(path: str | Path | None) -> bool:
+    """Whether the path names a set on the Hugging Face Hub."""
+    return str(path).startswith(HUB)
+
+
+def load_hub_rows(path: str, dataset: str) -> Any:
+    """The rows of ``hf://org/name?config=...&split=...&revision=...`` (all three optional), as mappings.
+
+    What follows ``hf://`` may also be a folder here (``hf:///data/name``).
+
+    Raises:
+        ValueError: for a name that is none, without the package datasets, or when it can't load the set
+            (`MissingDataError` where the Hub can't be reached).
+    """
+    name, _, query = path.removeprefix(HUB).partition("?")
+    parts = [part.partition("=") for part in query.split("&")] if query else []
+    wrong = ["".join(part) for part in parts if part[0] not in ("config", "split", "revision") or not part[2]]
+    if wrong or not name.strip("/"):
+        what = f"has {wrong[0]!r}" if wrong else "names no set"
+        raise ValueError(f"dataset {dataset!r}: {path} {what}; expected {HUB}org/name?config=...&split=...")
+    options = {key: unquote(value) for key, _, value in parts}
+    try:
+        from datasets import load_dataset  # type: ignore[import-untyped]
+    except ImportError as error:
+        raise ValueError(
+            f"dataset {dataset!r}: {path} needs the package datasets: pip install 'comb-pic[train]' (or datasets)"
+        ) from error
+    try:
+        loaded: Any = load_dataset(
+            name, options.get("config"), revision=options.get("revision"), split=options.get("split")
+        )
+    except Exception as error:  # the network, rights, a script in the repository, the files: each has its own type
+        told = error.__cause__ if type(error).__name__ == "DatasetGenerationError" and error.__cause__ else error
+        reason = next(iter(str(told).strip().splitlines()), "")
+        advice = "" if name.startswith("/") else _ADVICE.format(name=name)
+        kind = MissingDataError if isinstance(told, ConnectionError) else ValueError  # a dry run goes on without it
+        raise kind(
+            f"dataset {dataset!r}: {path} can't be loaded ({type(told).__name__}: {reason}). Check name, config and "
+            f"split{advice}"
+        ) from error
+    if isinstance(loaded, Mapping):
+        if len(loaded) != 1:
+            raise ValueError(
+                f"dataset {dataset!r}: {path} has the splits {', '.join(loaded)}: add split=... to the path"
+            )
+        loaded = next(iter(loaded.values()))
+    return loaded

@@ -1,7 +1,6 @@
 """What trains: a model per training method, LoRA beside its layers.
 
 A `Config` enters; a model that takes `Collator`'s batches leaves. A method is one file with a decorator.
-Others use `training_method`, and from the modules `load_checkpoint`, `device_of` and `unload`.
 """
 
 from comb_training.models.method import training_method

@@ -1,24 +1,30 @@
-"""Method `comb`: an encoder and cross blocks train on the frozen backbone."""
+"""Method `comb`: an encoder and cross blocks train on the frozen backbone; LoRA beside layers that stay as they are."""
 
 from __future__ import annotations
 
 import logging
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
+
+import torch
+from torch import nn
 
 from comb.evaluation.placement import measure_placement, short_prompts
 from comb.model.config import CombConfig
 from comb.model.modeling import CombForCausalLM
-from comb_training.config import Config, TrainConfig
+from comb_training.config import Config
 from comb_training.data.batches import TrainingExample
-from comb_training.models.loading import device_of, dtype_of, shaping_options
-from comb_training.models.lora import add_lora
-from comb_training.models.method import TrainingMethod, trained_options, training_methods
+from comb_training.models.method import (
+    TrainingMethod,
+    device_of,
+    dtype_of,
+    shaping_options,
+    trained_options,
+    training_methods,
+)
 
 logger = logging.getLogger(__name__)
-
-T = TypeVar("T")
 
 
 @training_methods.register("comb")
@@ -41,7 +47,7 @@ class CombTraining(TrainingMethod):
             wanted = list(wanted) if isinstance(wanted, tuple) else wanted
             if wanted not in (None, has):
                 raise ValueError(f"model.{name}={wanted} can't change the adapter of model.init_from, which has {has}")
-        return _with_lora(model, config)
+        return _placed(model, config)
 
     def _fresh(self, config: Config, backbone: Any, layers: Sequence[int] | None) -> CombForCausalLM:
         options = trained_options(config)
@@ -56,50 +62,66 @@ class CombTraining(TrainingMethod):
             encoder_causal=config.model.encoder_causal,
             **options,
         )
-        return _with_lora(model, config)
+        return _placed(model, config)
 
     def fitted(
         self, model: Any, config: Config, examples: Sequence[TrainingExample], resume: str | Path | None
     ) -> CombForCausalLM:
         """Cross blocks where documents are read (`measured_cross_layers`); every rank measures on the same examples."""
-        count = config.model.measured_cross_layers
-        if count is not None:
-            if resume is None:
-                layers = _measured(model, examples, count)
-            else:
-                layers = CombConfig.from_pretrained(resume).cross_attention_layers
-            named, revision = model.config.backbone_name_or_path, model.config.backbone_revision
-            model = self._fresh(config, model.backbone, layers)
-            model.config.backbone_name_or_path, model.config.backbone_revision = named, revision
-        return model  # type: ignore[no-any-return]  # the one that came or a fresh one
+        if config.model.measured_cross_layers is None:
+            return model  # type: ignore[no-any-return]  # a `CombForCausalLM`
+        if resume is not None:
+            layers = CombConfig.from_pretrained(resume).cross_attention_layers
+        else:
+            number = min(512, len(examples))  # evenly spaced
+            some = [examples[index * len(examples) // number] for index in range(number)]
+            prompts = short_prompts([(example.prompt, example.target) for example in some])
+            placement = measure_placement(model.backbone, prompts)
+            layers = placement.best(config.model.measured_cross_layers)
+            lost = ", ".join(f"{layer}: {placement.losses[layer]:.3f}" for layer in layers)
+            logger.info("cross blocks before layers %s (nats lost without: %s; without all: %.3f)", layers, lost,
+                        placement.without)  # fmt: skip
+        named, revision = model.config.backbone_name_or_path, model.config.backbone_revision
+        model = self._fresh(config, model.backbone, layers)
+        model.config.backbone_name_or_path, model.config.backbone_revision = named, revision
+        return model  # type: ignore[no-any-return]
 
     def bare(self, inputs: Mapping[str, Any]) -> dict[str, Any]:
         return {**inputs, "documents": None}
 
 
-def add_encoder_lora(model: CombForCausalLM, train: TrainConfig) -> None:
-    """LoRA on the encoder's layers, if configured. Raises ValueError as `add_lora` does."""
-    if train.lora_rank is not None:
-        add_lora(model.encoder.layers, rank=train.lora_rank)
+def _placed(model: CombForCausalLM, config: Config) -> CombForCausalLM:
+    """With LoRA, if configured, and on the configured device."""
+    if config.train.lora_rank is not None:
+        add_lora(model.encoder.layers, rank=config.train.lora_rank)
+    placed: CombForCausalLM = model.to(device_of(config))
+    return placed
 
 
-def _with_lora(model: CombForCausalLM, config: Config) -> CombForCausalLM:
-    add_encoder_lora(model, config.train)
-    loaded: CombForCausalLM = model.to(device_of(config))
-    return loaded
+def add_lora(layers: nn.Module, *, rank: int) -> None:
+    """Puts LoRA beside every linear map of `layers`, scaled by 16 / rank, and freezes all else in them.
+
+    In COMB these are the encoder's layers, which came from the backbone; what it has no counterpart of trains in full.
+    What is published holds the merged weights, so that loading and serving know nothing of it.
+    Source: Hu et al. 2021 (LoRA); the layers are peft's. Raises ValueError if peft is not installed.
+    """
+    try:
+        from peft import LoraConfig, inject_adapter_in_model
+    except ImportError as error:
+        raise ValueError("train.lora_rank: peft is not installed (pip install 'comb-pic[train]')") from error
+    names = sorted({path for path, module in layers.named_modules() if isinstance(module, nn.Linear)})
+    inject_adapter_in_model(LoraConfig(r=rank, lora_alpha=16, target_modules=names, bias="none"), layers)
 
 
-def _measured(model: CombForCausalLM, examples: Sequence[TrainingExample], count: int) -> list[int]:
-    prompts = [(example.prompt, example.target) for example in evenly(examples, 512)]
-    placement = measure_placement(model.backbone, short_prompts(prompts))
-    layers = placement.best(count)
-    lost = ", ".join(f"{layer}: {placement.losses[layer]:.3f}" for layer in layers)
-    logger.info("cross blocks before layers %s (nats lost without: %s; without all: %.3f)", layers, lost,
-                placement.without)  # fmt: skip
-    return layers
+def lora_layers(model: Any) -> dict[str, Any]:
+    """The layers with LoRA beside them, by path; empty where there is none."""
+    return {path: module for path, module in model.named_modules() if hasattr(module, "lora_A")}
 
 
-def evenly(items: Sequence[T], count: int) -> list[T]:
-    """`count` of the items, evenly spaced; all if there are fewer."""
-    count = min(count, len(items))
-    return [items[index * len(items) // count] for index in range(count)]
+@torch.no_grad()
+def unload(model: Any) -> None:
+    """Merges LoRA into the layers of `model` itself and takes it away."""
+    for path, layer in lora_layers(model).items():
+        layer.merge()
+        parent, _, name = path.rpartition(".")
+        setattr(model.get_submodule(parent), name, layer.get_base_layer())

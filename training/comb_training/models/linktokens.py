@@ -29,26 +29,17 @@ class RowCollator(Collator):
     """Whole prompts with their answers, padded; `segments` [B, T] tells the documents apart."""
 
     def __call__(self, examples: Sequence[TrainingExample]) -> dict[str, Any]:
-        self.check_targets(examples)
         batch: dict[str, Any] = self.rows([(example.prompt.flat, example) for example in examples])
         if self.full_prompts:
             batch["full_prompts"] = {name: tensor.clone() for name, tensor in batch.items()}
         segments = torch.full(batch["input_ids"].shape, PADDING)
         for index, example in enumerate(examples):
-            numbers = segment_numbers(example.prompt)
-            segments[index, : len(numbers) + len(example.target)] = FRESH
-            segments[index, : len(numbers)] = torch.tensor(numbers)
+            prompt = example.prompt
+            segments[index, : len(prompt.flat) + len(example.target)] = FRESH
+            for number, (position, length) in enumerate(prompt.spans, 1):
+                segments[index, position : position + length] = number
         batch["segments"] = segments
         return batch
-
-
-def segment_numbers(prompt: Prompt) -> list[int]:
-    """For each token of ``prompt.flat``, the number of its document, `FRESH` outside of them."""
-    gaps = (*(prompt.gaps or ((),) * max(0, len(prompt.segments) - 1)), ())
-    numbers = [FRESH] * len(prompt.head)
-    for number, (segment, gap) in enumerate(zip(prompt.segments, gaps, strict=True), 1):
-        numbers += [number] * len(segment) + [FRESH] * len(gap)
-    return numbers + [FRESH] * len(prompt.tail)
 
 
 def starting_tokens(backbone: str, count: int | None) -> list[int]:

@@ -1,29 +1,31 @@
-"""What the methods of training (`train.method`) differ in: which adapter trains beside the backbone, on which rows."""
+"""What the methods of training (`train.method`) differ in: which adapter trains beside the backbone, on which rows; and
+where and how models are loaded."""
 
 from __future__ import annotations
 
+import inspect
+import os
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, ClassVar
 
 import torch
 
-from comb.backbones.loading import resolve_name
+from comb.backbones.loading import HUB_ARGUMENTS, load_model, resolve_name
+from comb.backbones.tokenizer import load_tokenizer
 from comb.documents.datasets import Counts
 from comb.registry import Registry
 from comb_training.config import Config
 from comb_training.data.batches import Collator, TrainingExample
-from comb_training.models.loading import device_of, dtype_of, shaping_options
 
 
 class TrainingMethod(ABC):
-    """A method of training: which adapter trains, and on which rows."""
+    """A method of training: its adapter's class, what makes its batches, and the answers below."""
 
     adapter: ClassVar[Any]
-    """Class of the adapter."""
     collator: ClassVar[type[Collator]] = Collator
-    """Makes the batches."""
 
     @abstractmethod
     def load(self, config: Config) -> Any:
@@ -77,3 +79,85 @@ def trained_options(config: Config) -> dict[str, Any]:
         # whether documents can be linked is tried out, in a dozen passes: of an 8B model minutes of a CPU
         options.setdefault("device_map", {"": device})
     return options
+
+
+LOADING = (
+    "revision", "code_revision", "trust_remote_code", "attn_implementation", "experts_implementation", "dtype",
+    "device_map", "max_memory", "offload_folder", "quantization_config",
+    "low_cpu_mem_usage", "use_kernels", "use_safetensors", "weights_only", "variant", "subfolder", "key_mapping",
+    "tp_plan", *HUB_ARGUMENTS,
+)  # fmt: skip
+"""What `AutoModelForCausalLM.from_pretrained` takes besides values of the configuration, as far as runs use it."""
+
+
+def load_checkpoint(name_or_path: str, config: Config) -> Any:
+    """An adapter with its backbone, or a plain backbone, on the configured device."""
+    set_threads(config)
+    model: Any = load_model(name_or_path, dtype=dtype_of(config.model.dtype))
+    return model.to(device_of(config)).eval()
+
+
+def model_tokenizer(config: Config, model: Any) -> Any:
+    """The tokenizer of what a run starts from; its chat template has `data.chat_template_kwargs` from then on."""
+    name, arguments = config.model.init_from or config.model.backbone, config.data.chat_template_kwargs
+    return load_tokenizer(name, model, chat_template_kwargs=arguments)
+
+
+def set_threads(config: Config) -> None:
+    """Applies `model.cpu_threads` to this process."""
+    if config.model.cpu_threads is not None:
+        torch.set_num_threads(config.model.cpu_threads)
+
+
+def device_of(config: Config) -> torch.device:
+    """Where to run. Raises ValueError if a GPU is asked for where there is none."""
+    if config.model.device == "cuda" and not torch.cuda.is_available():
+        raise ValueError("model.device=cuda, but there is no GPU that torch can use; model.device=cpu runs anywhere")
+    kind = config.model.device
+    if kind == "auto":
+        kind = "cuda" if torch.cuda.is_available() else "cpu"
+    # under torchrun each process drives the GPU of its number
+    return torch.device(kind, int(os.environ.get("LOCAL_RANK", "0"))) if kind == "cuda" else torch.device(kind)
+
+
+def shaping_options(adapter: Any, options: Mapping[str, Any]) -> dict[str, Any]:
+    """Of the options of an adapter class's `from_backbone`, those that a backbone which is loaded already can be given.
+
+    They shape a fresh adapter; the others say how a model is loaded.
+    """
+    own = inspect.signature(adapter.from_backbone).parameters.keys() - {"revision", "loading"}
+    return {name: value for name, value in options.items() if name in own}
+
+
+@contextmanager
+def options_named(adapter: Any, options: Mapping[str, Any]) -> Iterator[None]:
+    """Makes a ValueError that names `model.options` of the TypeError for one that isn't known, or of a wrong type."""
+    try:
+        yield
+    except TypeError as error:
+        if not options:
+            raise
+        raise ValueError(f"model.options={dict(options)} can't be used ({error}): {_taken(adapter)}") from error
+
+
+def check_options(adapter: Any, options: Mapping[str, Any], config: Any) -> None:
+    """Raises ValueError for options that neither the adapter nor loading a model of this configuration takes."""
+    own = shaping_options(adapter, options)
+    unknown = [name for name in options if name not in own and name not in LOADING and not hasattr(config, name)]
+    if unknown:
+        raise ValueError(f"model.options has {unknown[0]!r}, which nothing takes: {_taken(adapter)}")
+
+
+def _taken(adapter: Any) -> str:
+    own = sorted(inspect.signature(adapter.from_backbone).parameters.keys() - {"loading", "name_or_model"})
+    return f"{adapter.__name__}.from_backbone takes {', '.join(own)}; from_pretrained {', '.join(LOADING)}"
+
+
+def dtype_of(name: str) -> Any:
+    """`model.dtype` for transformers. Raises ValueError if it is none."""
+    if name == "auto":
+        return "auto"
+    dtype = getattr(torch, name, None)
+    if not isinstance(dtype, torch.dtype) or not dtype.is_floating_point:
+        raise ValueError(f"model.dtype is float32, bfloat16, float16 or auto, not {name!r}")
+    return dtype

@@ -1,34 +1,49 @@
 """What a run would be, before any weight is loaded: parameters, memory per GPU, data and batches (`--dry-run`).
 
-A `Config` enters `plan`, a `Plan` leaves; `table.blocks` shows it.
+A `Config` enters `plan`, a `Plan` leaves; `blocks` shows it.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+
+from rich.markup import escape
 
 from comb.backbones.discovery import inspect_backbone
 from comb.backbones.loading import resolve_name
 from comb.backbones.tracebacks import DamagedError
 from comb.documents.datasets import Counts, MissingDataError
+from comb.evaluation.table import FittedTable
 from comb.model.weights import check_checkpoint
 from comb_training.config import Config
 from comb_training.data.batches import join_questions
-from comb_training.data.mixture import prompt_builder
-from comb_training.data.sources import sources
-from comb_training.data.token_statistics import TokenStatistics, statistics_by_set
+from comb_training.data.mixture import prompt_builder, sources
+from comb_training.data.token_statistics import TokenStatistics, data_table, statistics_by_set
 from comb_training.models import training_method
-from comb_training.models.loading import check_options, model_tokenizer, options_named
-from comb_training.plan.activations import PassSize
+from comb_training.models.method import check_options, model_tokenizer, options_named
 from comb_training.plan.counting import Parameters, Trained, first_line, meta_model
-from comb_training.plan.memory import GpuMemory, deepspeed_settings, memory_of, other_ways
+from comb_training.plan.memory import FACTOR, GpuMemory, PassSize, deepspeed_settings, memory_of, other_ways
 from comb_training.trainer import distributed
-from comb_training.trainer.optimizer import total_steps
+from comb_training.trainer.optimizer import UNLIMITED_STEPS, total_steps
 from comb_training.trainer.prepare import tokenized
 from comb_training.trainer.sampler import batch_sampler
+
+EXPLANATION = (
+    "Weights and states are exact for one process. Activations are an estimate for softmax attention and gated MLPs, "
+    f"within {FACTOR:g}x of what was measured on small models. The total is the largest moment: with activations; with "
+    "AdamW's temporary, when these are gone; or the whole model where that is more, which is loaded before it is "
+    "sharded. Not in it: CUDA's context (about 1 GiB), fragmentation, the communication library, eager attention's "
+    "matrices, and the K/V cache while the backbone answers."
+)
+COLUMNS = {
+    "weights": ("frozen weights", "trained weights"),
+    "gradients": ("gradients",),
+    "optimizer": ("float32 copy", "moments"),
+    "buffers": ("buffers",),
+}
 
 
 @dataclass
@@ -86,12 +101,6 @@ def plan(config: Config, *, ranks: int | None = None) -> Plan:
     check_options(adapter, config.model.options, model.backbone.config)
     result.notes += [note] if note else []
     _add_data(result, model)
-    _add_memory(result, model, deepspeed)
-    return result
-
-
-def _add_memory(result: Plan, model: Trained, deepspeed: dict[str, Any]) -> None:
-    config = result.config
     parameters = result.parameters = Parameters.of(model)
     if {"linear", "both"} & set(inspect_backbone(model.backbone).layer_kinds):
         result.notes.append(
@@ -112,6 +121,7 @@ def _add_memory(result: Plan, model: Trained, deepspeed: dict[str, Any]) -> None
         memory_of(model, parameters, result.size, way, ranks=result.ranks, checkpointing=checkpointing)
         for way in [deepspeed, *(other_ways(deepspeed) if result.ranks > 1 else ())]
     ]
+    return result
 
 
 def _add_data(result: Plan, model: Trained) -> None:
@@ -146,3 +156,40 @@ def _add_data(result: Plan, model: Trained) -> None:
     sampler = batch_sampler(examples, config.train, ranks=result.ranks)
     result.steps = total_steps(config.train, sampler.steps_per_epoch)
     result.size = PassSize.of_data(sampler, examples, model)
+
+
+def blocks(plan: Plan) -> Iterator[FittedTable | str]:
+    """What there is to show of a plan, within 80 columns: tables, and text in rich's markup."""
+    parameters, size = plan.parameters, plan.size
+    if parameters is not None:
+        counts = {"frozen": parameters.frozen, "trained": parameters.trained}
+        short = {name: f"{n / 1e9:.2f} B" if n >= 10**8 else f"{n / 1e6:.2f} M" for name, n in counts.items()}
+        parts = ", ".join(f"{count:,} ({short[name]}) {name}" for name, count in counts.items())
+        yield f"Parameters: {parts}, {100 * parameters.trained / parameters.total:.1f}% of all.\n"
+    if plan.memory:
+        power, unit = (30, "GiB") if max(memory.total for memory in plan.memory) >= 2**28 else (20, "MiB")
+        rows = []  # one per way of sharding, in one unit
+        for memory in plan.memory:
+            states = [sum(memory.states.get(name, 0) for name in names) for names in COLUMNS.values()]
+            sizes = (*states, *(() if size is None else (memory.activations,)), memory.total, memory.host)
+            rows.append((memory.way, *(f"{each / 2**power:.2f}" if each else "-" for each in sizes)))
+        where = "one GPU" if plan.ranks == 1 else f"each of {plan.ranks} GPUs"
+        title = f"memory on {where} in {unit}{'; this run first' if plan.ranks > 1 else ''}"
+        heads = ("", *COLUMNS, *(() if size is None else ("activations",)), "total", "CPU")
+        yield FittedTable(heads, rows, title, left=("",))
+        about = []
+        if size is not None:
+            checkpointing = "on" if plan.config.train.gradient_checkpointing else "off"
+            about.append(
+                f"Largest batch of a GPU: {size.documents:,} document tokens, {size.queries:,} query tokens with "
+                f"padding, {size.targets:,} of them answers; gradient checkpointing {checkpointing}."
+            )
+        if plan.ranks == 1:
+            about.append("WORLD_SIZE=4 in front of the command plans for four GPUs.")
+        yield escape(" ".join([*about, EXPLANATION]) + "\n")
+    if plan.statistics is not None:
+        steps = "until the clock ends" if plan.steps == UNLIMITED_STEPS else str(plan.steps)
+        yield escape(f"Data: {plan.counts}. Optimizer steps: {steps}.\n")
+        yield data_table(plan.statistics, plan.sets)
+    for note in plan.notes:
+        yield escape(f"Note: {note}.")

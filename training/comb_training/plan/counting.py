@@ -16,7 +16,7 @@ from comb.linktokens.modeling import LinkTokensForCausalLM
 from comb.model.modeling import CombForCausalLM
 from comb_training.config import Config
 from comb_training.models import training_method
-from comb_training.models.comb import add_encoder_lora
+from comb_training.models.comb import add_lora
 from comb_training.models.linktokens import starting_tokens
 from comb_training.models.method import dtype_of, shaping_options
 
@@ -103,7 +103,15 @@ def meta_model(config: Config) -> tuple[Trained, str | None]:
         if settings is not None:
             model = adapter(settings, backbone)
         elif adapter is LinkTokensForCausalLM:
-            model = LinkTokensForCausalLM(_front_config(config, backbone), backbone)
+            count = options.get("num_link_tokens")
+            if count is None:
+                try:
+                    count = len(starting_tokens(config.model.backbone, None))
+                except (OSError, ValueError):  # there is no tokenizer
+                    count = PASSAGE_TOKENS
+            shapes = [[len(keys), keys.shape[-1], values.shape[-1]] for keys, values in key_values(backbone, [0])]
+            front = LinkTokensConfig(num_link_tokens=count, layer_shapes=shapes, backbone_config=backbone.config)
+            model = LinkTokensForCausalLM(front, backbone)
         else:
             model = CombForCausalLM.from_backbone(
                 backbone,
@@ -115,20 +123,9 @@ def meta_model(config: Config) -> tuple[Trained, str | None]:
         for part in adapter.config_class.parts:
             getattr(model, part).to(adapter_dtype)
         model.requires_grad_(True).backbone.requires_grad_(False)
-        if isinstance(model, CombForCausalLM):
-            add_encoder_lora(model, config.train)
+        if isinstance(model, CombForCausalLM) and config.train.lora_rank is not None:
+            add_lora(model.encoder.layers, rank=config.train.lora_rank)
     return model, note
-
-
-def _front_config(config: Config, backbone: Any) -> LinkTokensConfig:
-    count = config.model.options.get("num_link_tokens")
-    if count is None:
-        try:
-            count = len(starting_tokens(config.model.backbone, None))
-        except (OSError, ValueError):
-            count = PASSAGE_TOKENS
-    shapes = [[len(keys), keys.shape[-1], values.shape[-1]] for keys, values in key_values(backbone, [0])]
-    return LinkTokensConfig(num_link_tokens=count, layer_shapes=shapes, backbone_config=backbone.config)
 
 
 def find_backbone_config(config: Config) -> tuple[Any, str | None]:

@@ -1,4 +1,8 @@
-"""accelerate for one run: ranks, precision, DeepSpeed's configuration, trackers."""
+"""accelerate and DeepSpeed for one run: ranks, precision, trackers, and the weights that DeepSpeed has in parts.
+
+What reaches into DeepSpeed without being documented, seen in 0.19.8: `engine.module_state_dict` (replaced), and the
+parameters' `ds_id` and `comm_dtype`.
+"""
 
 from __future__ import annotations
 
@@ -15,8 +19,11 @@ from accelerate import Accelerator, DeepSpeedPlugin, PartialState
 from accelerate.state import AcceleratorState
 from accelerate.tracking import get_available_trackers
 from accelerate.utils import DistributedDataParallelKwargs, InitProcessGroupKwargs
+from torch import Tensor
 
 from comb_training.config import TrainConfig
+from comb_training.models.comb import lora_layers
+from comb_training.trainer import distributed
 
 
 def make_accelerator(config: TrainConfig, *, use_cpu: bool) -> Accelerator:
@@ -28,7 +35,16 @@ def make_accelerator(config: TrainConfig, *, use_cpu: bool) -> Accelerator:
     # accelerate keeps one state per process: without this, a second run would have the precision of the first.
     # Private; seen in accelerate 1.15, and used by transformers' TrainingArguments for the same reason
     AcceleratorState._reset_state(reset_partial_state=True)
-    plugin = _deepspeed_plugin(config, use_cpu=use_cpu) if config.deepspeed is not None else None
+    plugin = None
+    if config.deepspeed is not None:
+        settings = _deepspeed_settings(config)
+        if use_cpu:
+            import deepspeed.ops
+
+            # a shared-memory operator for CPU ranks that only its inference uses; building it needs a compiler and a
+            # minute. Private; seen in DeepSpeed 0.19.8
+            deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
+        plugin = DeepSpeedPlugin(hf_ds_config=settings)
     if use_cpu:
         PartialState(cpu=True)  # and not `Accelerator(cpu=True)`, which would leave DeepSpeed out
     return Accelerator(
@@ -70,15 +86,13 @@ def _own_autocast(plugin: DeepSpeedPlugin | None) -> dict[str, Any]:
     return {} if plugin is None else plugin.deepspeed_config.get("torch_autocast", {})
 
 
-def _deepspeed_plugin(config: TrainConfig, *, use_cpu: bool) -> DeepSpeedPlugin:
-    settings = _deepspeed_settings(config)
-    if use_cpu:
-        import deepspeed.ops
-
-        # a shared-memory operator for CPU ranks that only its inference uses; building it needs a compiler and a
-        # minute. Private; seen in DeepSpeed 0.19.8
-        deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
-    return DeepSpeedPlugin(hf_ds_config=settings)
+def read_deepspeed(config: TrainConfig) -> dict[str, Any]:
+    """The file of `train.deepspeed` as it is. Raises ValueError if it is no JSON."""
+    try:
+        settings: dict[str, Any] = json.loads(Path(str(config.deepspeed)).read_text(encoding="utf-8"))
+    except (OSError, json.JSONDecodeError) as error:
+        raise ValueError(f"train.deepspeed={config.deepspeed!r} is no DeepSpeed configuration: {error}") from error
+    return settings
 
 
 def _deepspeed_settings(config: TrainConfig) -> dict[str, Any]:
@@ -90,10 +104,7 @@ def _deepspeed_settings(config: TrainConfig) -> dict[str, Any]:
         )
     if find_spec("deepspeed") is None:
         raise ValueError("train.deepspeed: DeepSpeed is not installed (pip install 'comb-pic[train]')")
-    try:
-        settings: dict[str, Any] = json.loads(Path(str(config.deepspeed)).read_text(encoding="utf-8"))
-    except (OSError, json.JSONDecodeError) as error:
-        raise ValueError(f"train.deepspeed={config.deepspeed!r} is no DeepSpeed configuration: {error}") from error
+    settings = read_deepspeed(config)
     for name, value in (
         ("train_micro_batch_size_per_gpu", config.batch_size),
         ("gradient_accumulation_steps", config.gradient_accumulation_steps),
@@ -105,3 +116,71 @@ def _deepspeed_settings(config: TrainConfig) -> dict[str, Any]:
             )
         settings[name] = value
     return settings
+
+
+def trained_weights(model: Any, *, sharded: bool) -> dict[str, Tensor]:
+    """The trained parameters in full, on the CPU. Collective.
+
+    Args:
+        sharded: DeepSpeed may have them; its float32 master weights are taken.
+    """
+    trained = {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
+    if not sharded:
+        return {name: parameter.detach().cpu() for name, parameter in trained.items()}
+    from deepspeed.utils import safe_get_full_fp32_param
+
+    masters = {name: safe_get_full_fp32_param(parameter) for name, parameter in trained.items()}
+    # there is none before an engine has taken the model
+    return {name: (trained[name].detach() if master is None else master).cpu() for name, master in masters.items()}
+
+
+def published_weights(model: Any, *, sharded: bool) -> dict[str, Tensor]:
+    """The trained parameters, and with LoRA the rest of the encoder, in float32, that it is merged into. Collective.
+
+    With LoRA, other ranks than the first get the trained parameters only.
+    """
+    weights, layers = trained_weights(model, sharded=sharded), lora_layers(model)
+    if not layers:
+        return weights
+    found = {name: weight for name, weight in weights.items() if ".lora_" not in name}
+    for name, parameter in model.encoder.named_parameters(prefix="encoder"):
+        if parameter.requires_grad:
+            continue
+        whole: AbstractContextManager[Any] = nullcontext()
+        if hasattr(parameter, "ds_id"):  # ZeRO-3 keeps it in parts
+            from deepspeed.runtime.zero.partition_parameters import GatheredParameters
+
+            whole = GatheredParameters([parameter])
+        with whole:
+            if distributed.is_main():
+                found[name.replace(".base_layer.", ".")] = parameter.detach().cpu().clone()
+    if not distributed.is_main():
+        return weights
+    for path, layer in layers.items():
+        for adapter, scaling in layer.scaling.items():
+            down, up = (weights[f"{path}.{part}.{adapter}.weight"].float() for part in ("lora_A", "lora_B"))
+            found[f"{path}.weight"] = found[f"{path}.weight"].float() + scaling * (up @ down)
+    return found
+
+
+def settle_engine(engine: Any, model: Any) -> None:
+    """Makes DeepSpeed's checkpoints leave out what is frozen, and its arithmetic the same after a resume."""
+    state_dict = engine.module_state_dict
+
+    def without_frozen(**kwargs: Any) -> dict[str, Any]:
+        # DeepSpeed leaves out a frozen matrix under its first name only; a tied head would stay
+        named = engine.module.named_parameters(remove_duplicate=False)
+        frozen = {name for name, parameter in named if not parameter.requires_grad}
+        return {name: value for name, value in state_dict(**kwargs).items() if name not in frozen}
+
+    engine.module_state_dict = without_frozen
+    # a matrix that is both embedding and head would be gathered in the autocast's dtype in some steps and in its
+    # own in others, and a resumed run would not be the same run
+    vars(model.get_input_embeddings().weight).pop("comm_dtype", None)
+
+
+def load_engine(engine: Any, folder: Path) -> None:
+    """What the engine's ``save_checkpoint`` wrote. Collective. Raises ValueError if it is not there."""
+    loaded, _ = engine.load_checkpoint(str(folder), load_module_strict=False)  # the frozen weights are not in it
+    if loaded is None:
+        raise ValueError(f"{folder} holds no state of DeepSpeed; resume with the train.deepspeed it was made with")

@@ -27,8 +27,13 @@ from comb_training.config import TrainConfig
 from comb_training.data.batches import IGNORED, TrainingExample
 from comb_training.models import training_method
 from comb_training.trainer import distributed
-from comb_training.trainer.accelerator import make_accelerator
-from comb_training.trainer.attention_targets import check_attention
+from comb_training.trainer.accelerator import (
+    load_engine,
+    make_accelerator,
+    published_weights,
+    settle_engine,
+    trained_weights,
+)
 from comb_training.trainer.checkpoints import (
     changed_keys,
     check_finite,
@@ -39,12 +44,11 @@ from comb_training.trainer.checkpoints import (
     save_random_state,
 )
 from comb_training.trainer.distributed import asked_to_stop
-from comb_training.trainer.heldout import heldout_losses
-from comb_training.trainer.objective import Objective, check_positions, document_lengths, out_of_memory
+from comb_training.trainer.losses import check_attention
+from comb_training.trainer.objective import Objective, check_positions, document_lengths, heldout_losses, out_of_memory
 from comb_training.trainer.optimizer import LearningRateSchedule, adamw, total_steps
 from comb_training.trainer.run_log import RunLog
 from comb_training.trainer.sampler import batch_sampler
-from comb_training.trainer.weights import load_engine, published_weights, settle_engine, trained_weights
 
 logger = logging.getLogger(__name__)
 
@@ -103,7 +107,9 @@ class CombTrainer:
         steps = total_steps(config, self.sampler.steps_per_epoch)
         self.schedule = LearningRateSchedule(steps, config.max_seconds, config.warmup)
         pad = tokenizer.pad_token_id if tokenizer.pad_token_id is not None else tokenizer.eos_token_id
-        self.collate = self.method.collator(int(pad), full_prompts=teaches)
+        self.collate = self.method.collator(
+            int(pad), full_prompts=teaches, exact_prefix=getattr(model.config, "exact_prefix", False)
+        )
         self.accelerator = make_accelerator(config, use_cpu=use_cpu)
         plugin = self.accelerator.state.deepspeed_plugin
         self.sharded = plugin is not None

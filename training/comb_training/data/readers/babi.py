@@ -16,12 +16,8 @@ from pathlib import Path
 from typing import Literal
 
 from comb.documents.document import Document, Example
-from comb_training.data.grouping import Split
 from comb_training.data.records import is_blank, read_text
 from comb_training.data.side import DatasetSide, reader
-
-_LINE = re.compile(r"^(\d+) (.+)$")
-_WHERE_IS = re.compile(r"^Where is (.+)\?$")
 
 
 @dataclass
@@ -33,17 +29,9 @@ class BabiStory:
     statements: list[str] = field(default_factory=list)
 
 
-@reader(
-    "babi",
-    hub_id="facebook/babi_qa",
-    heldout_share=0.1,
-    reads="a bAbI text file, or a folder of them (en-10k)",
-)
+@reader("babi", hub_id="facebook/babi_qa", heldout_share=0.1, reads="a bAbI text file, or a folder of them (en-10k)")
 def read_babi(
-    side: DatasetSide,
-    *,
-    num_documents: int = 3,
-    answer_style: Literal["word", "sentence"] = "word",
+    side: DatasetSide, *, num_documents: int = 3, answer_style: Literal["word", "sentence"] = "word"
 ) -> Iterable[Example]:
     """Reads a bAbI task file, or task 1 of a folder; held-out examples are whole stories.
 
@@ -57,7 +45,16 @@ def read_babi(
     """
     if answer_style not in ("word", "sentence"):
         raise ValueError(f"answer_style is 'word' or 'sentence', not {answer_style!r}")
-    files, side.split = _files(Path(side.path), side.split)
+    files = [Path(side.path)]
+    if not files[0].is_file():
+        files = sorted(files[0].glob("qa1_*.txt"))
+        if not files:
+            raise ValueError(f"no bAbI file of task 1 (qa1_*.txt) in {side.path}")
+        published = [file for file in files if file.name.endswith(("_train.txt", "_test.txt"))]
+        both = len({file.name.rsplit("_", 1)[1] for file in published}) == 2
+        ending = {"train": "_train.txt", "heldout": "_test.txt"}.get(side.split)
+        if both and ending is not None:
+            files, side.split = [file for file in published if file.name.endswith(ending)], "all"
     stories = [story for file in files for story in _parse(file, side)]
     if not stories:
         raise ValueError(
@@ -78,25 +75,12 @@ def read_babi(
     )
 
 
-def _files(path: Path, split: Split) -> tuple[list[Path], Split]:
-    if path.is_file():
-        return [path], split
-    files = sorted(path.glob("qa1_*.txt"))
-    if not files:
-        raise ValueError(f"no bAbI file of task 1 (qa1_*.txt) in {path}")
-    ending = {"train": "_train.txt", "heldout": "_test.txt"}.get(split)
-    published = [file for file in files if file.name.endswith(("_train.txt", "_test.txt"))]
-    if ending is None or len({file.name.rsplit("_", 1)[1] for file in published}) < 2:
-        return files, split
-    return [file for file in published if file.name.endswith(ending)], "all"
-
-
 def _parse(path: Path, side: DatasetSide) -> list[BabiStory]:
     counts, stories = side.counts, list[BabiStory]()
     for line in read_text(path, side.name).splitlines():
         if not line.strip():
             continue
-        match = _LINE.match(line.strip())
+        match = re.match(r"^(\d+) (.+)$", line.strip())
         if match is None:
             counts.read += 1
             counts.drop("line without a number")
@@ -137,13 +121,7 @@ def _examples(
         if len(texts) < num_documents:
             side.counts.truncate("fewer distractor stories than num_documents")
         side.rng(story.name, number).shuffle(texts)
-        answers = _answers(question, word, answer_style)
+        where = re.match(r"^Where is (.+)\?$", question)
+        answers = (word,) if answer_style == "word" or where is None else (f"{where[1]} is in the {word}.", word)
         documents = tuple(map(Document, texts))
         yield Example(documents, question, answers[0], answers, id=f"{story.name}:{number}", group=story.name)
-
-
-def _answers(question: str, word: str, style: str) -> tuple[str, ...]:
-    where = _WHERE_IS.match(question)
-    if style == "word" or where is None:
-        return (word,)
-    return (f"{where[1]} is in the {word}.", word)

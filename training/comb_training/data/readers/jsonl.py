@@ -8,17 +8,15 @@ train/held-out split must not cut (default: the documents themselves, so that ro
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from dataclasses import replace
 from functools import partial
 from itertools import chain
 from pathlib import Path
 
 from comb.documents.document import Example
-from comb_training.data.grouping import Split, content_group
-from comb_training.data.hub import on_hub
-from comb_training.data.records import DatasetRow, read_alike, read_records
-from comb_training.data.side import DatasetSide, reader
+from comb_training.data.records import DatasetRow, on_hub, read_alike, read_records
+from comb_training.data.side import DatasetSide, Split, content_group, reader
 
 _HELDOUT = re.compile(r"(test|dev|val|valid|validation|eval|held[-_]?out)([-_.]|\d)", re.IGNORECASE)
 
@@ -37,9 +35,9 @@ def read_jsonl(side: DatasetSide, *, num_documents: int | None = None) -> Iterab
         records = read_records(side.path, "jsonl")
     else:
         files, side.split = _files(side)
-        found = list(chain.from_iterable(read_alike(files, "jsonl", "documents", "query", lines=True)))
+        found = read_alike(files, "jsonl", "documents", "query", lines=True)
         records = found if len(files) == 1 else [replace(record, number=n) for n, record in enumerate(found, 1)]
-    return side.examples(partial(_example, num_documents=num_documents), records)
+    return side.limited(side.rows(partial(_example, num_documents=num_documents), records))
 
 
 def _files(side: DatasetSide) -> tuple[list[Path], Split]:
@@ -64,16 +62,14 @@ def _files(side: DatasetSide) -> tuple[list[Path], Split]:
 
 def _example(record: DatasetRow, num_documents: int | None) -> Example | str:
     """The example of a row, or the reason why it gives none. Raises ValueError for a malformed row."""
-    documents = record.documents(_documents(record), num_documents)
+    documents = []
+    for item in record.items("documents", str, dict):
+        fields = replace(record, row=item if isinstance(item, dict) else {"text": item})
+        documents.append((fields.title(), fields.text("text"), fields.label("id")))
     answers = record.items("answers", str) if "answers" in record.row else []
     if record.row.get("answer") is not None or "answers" not in record.row:
         answers = [record.text("answer"), *answers]
-    group = record.label("group") or content_group(*sorted(str(document.text) for document in documents))
+    kept = record.documents(documents, num_documents)
+    group = record.label("group") or content_group(*sorted(str(document.text) for document in kept))
     id = record.label("id") or str(record.number)
-    return record.example(documents, record.text("query"), answers, id=id, group=group)
-
-
-def _documents(record: DatasetRow) -> Iterator[tuple[str | None, str, str | None]]:
-    for item in record.items("documents", str, dict):
-        fields = replace(record, row=item if isinstance(item, dict) else {"text": item})
-        yield fields.title(), fields.text("text"), fields.label("id")
+    return record.example(kept, record.text("query"), answers, id=id, group=group)

@@ -14,16 +14,13 @@ import re
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
-from itertools import chain
 from pathlib import Path
 
 import yaml
 
 from comb.documents.document import Example
-from comb_training.data.grouping import content_group
-from comb_training.data.hub import on_hub
-from comb_training.data.records import DatasetRow, read_alike
-from comb_training.data.side import DatasetSide, reader
+from comb_training.data.records import DatasetRow, on_hub, read_alike
+from comb_training.data.side import DatasetSide, content_group, reader
 
 
 @dataclass(frozen=True)
@@ -35,13 +32,9 @@ class LongBenchTask:
     marks_stay: bool = True
 
 
-def _tasks() -> dict[str, LongBenchTask]:
-    rows = yaml.safe_load(Path(__file__).with_suffix(".yaml").read_text(encoding="utf-8"))
-    marks = {name: re.compile(row["mark"], re.MULTILINE) for name, row in rows.items() if "mark" in row}
-    return {name: LongBenchTask(**{**row, "mark": marks.get(name)}) for name, row in rows.items()}
-
-
-TASKS = _tasks()
+_ROWS = yaml.safe_load(Path(__file__).with_suffix(".yaml").read_text(encoding="utf-8"))
+_MARKS = {name: re.compile(row["mark"], re.MULTILINE) for name, row in _ROWS.items() if "mark" in row}
+TASKS = {name: LongBenchTask(**{**row, "mark": _MARKS.get(name)}) for name, row in _ROWS.items()}
 
 
 @reader("longbench", hub_id="Xnhyacinth/LongBench")
@@ -60,23 +53,19 @@ def read_longbench(
         num_documents: keep only the first so many documents of a row (counted); None keeps all of them.
         whole: the context as one document, for a splitter to cut (EPIC cuts SAMSum into 512 tokens).
         bare: the row's ``input`` without a word of the reader's, and passages with their numbers, for a prompt that has
-            the instruction (``prompts`` of a template in `comb.evaluation.sets`).
+            the instruction (``prompts`` of a template in `comb.evaluation.setting`).
     """
     if task is not None and task.removesuffix("_e") not in TASKS:
         raise ValueError(f"LongBench has no task {task!r}; it has: {', '.join(TASKS)}")
-    files = _files(side.path, task)
-    records = list(chain.from_iterable(read_alike(files, "longbench", "dataset", "context", "input")))
-    return side.examples(partial(_example, task=task, num_documents=num_documents, whole=whole, bare=bare), records)
-
-
-def _files(path: str | Path, task: str | None) -> Sequence[str | Path]:
-    if on_hub(path) or not Path(path).is_dir():
-        return [path]
-    pattern = f"{task or '*'}.jsonl"
-    files = sorted(file for name in (pattern, f"{pattern}.gz") for file in Path(path).glob(name))
-    if not files:
-        raise ValueError(f"dataset 'longbench': there is no {pattern} in {path}")
-    return files
+    files: Sequence[str | Path] = [side.path]
+    if not on_hub(side.path) and Path(side.path).is_dir():
+        pattern = f"{task or '*'}.jsonl"
+        files = sorted(file for name in (pattern, f"{pattern}.gz") for file in Path(side.path).glob(name))
+        if not files:
+            raise ValueError(f"dataset 'longbench': there is no {pattern} in {side.path}")
+    records = read_alike(files, "longbench", "dataset", "context", "input")
+    example = partial(_example, task=task, num_documents=num_documents, whole=whole, bare=bare)
+    return side.limited(side.rows(example, records))
 
 
 def _example(

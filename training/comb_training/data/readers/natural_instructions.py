@@ -23,12 +23,9 @@ from pathlib import Path
 from typing import Literal
 
 from comb.documents.document import Document, Example
-from comb_training.data.grouping import content_group, draw
-from comb_training.data.hub import on_hub
-from comb_training.data.records import DatasetRow, read_object, read_records
-from comb_training.data.side import DatasetSide, reader
+from comb_training.data.records import DatasetRow, on_hub, read_object, read_records
+from comb_training.data.side import DatasetSide, content_group, draw, reader
 
-GroupBy = Literal["task", "instance"]
 V1_PARTS = ("Prompt", "Definition", "Things to Avoid", "Emphasis & Caution")
 SHOT = "Input: {input}\nOutput: {output}"
 QUERY_AMONG_OTHERS = "Task: {task}\nInput: {input}"
@@ -49,14 +46,11 @@ class InstructionTask:
         return re.sub(r"^(sub)?task\d+_", "", self.name).replace("_", " ")
 
     def document(self) -> Document:
-        """The instruction as a document."""
         return Document(self.instruction, title=f"Task: {self.title}")
 
 
 @reader(
-    "natural_instructions",
-    hub_id="Muennighoff/natural-instructions",
-    reads="a task file, or a folder of task*.json",
+    "natural_instructions", hub_id="Muennighoff/natural-instructions", reads="a task file, or a folder of task*.json"
 )
 @reader("natural_instructions_v1", reads="a task file, or a folder of subtask*.json")
 def read_natural_instructions(
@@ -65,7 +59,7 @@ def read_natural_instructions(
     num_documents: int | None = None,
     num_examples: int = 2,
     max_instances_per_task: int | None = None,
-    group_by: GroupBy = "task",
+    group_by: Literal["task", "instance"] = "task",
 ) -> Iterable[Example]:
     """Reads either version: a task file, a folder of them, or the Hub's rows (v2).
 
@@ -164,7 +158,13 @@ def _tasks(side: DatasetSide) -> list[InstructionTask]:
     if on_hub(side.path):
         if v1:
             raise ValueError(f"dataset {side.name!r} is read from its task files, not from the Hub ({side.path})")
-        return _hub_tasks(str(side.path), side.name)
+        tasks: dict[str, InstructionTask] = {}
+        for record in read_records(side.path, side.name):
+            name, instruction = record.label("task_name"), _instruction(record, [record.text("definition").strip()])
+            if name is None:
+                raise ValueError(f"{record.where}: the task has no name")
+            tasks.setdefault(name, InstructionTask(name, instruction, (), [])).instances.append(record)
+        return list(tasks.values())
     path, pattern = Path(side.path), "subtask*.json" if v1 else "task*.json"
     patterns = (pattern, f"{pattern}.gz")
     files = sorted(file for name in patterns for file in path.glob(name)) if path.is_dir() else [path]
@@ -174,7 +174,6 @@ def _tasks(side: DatasetSide) -> list[InstructionTask]:
 
 
 def _task(record: DatasetRow, *, v1: bool) -> InstructionTask:
-    """The task of a file."""
     examples = record
     if v1:
         parts = [(name, record.text(name).strip()) for name in V1_PARTS if record.row.get(name) is not None]
@@ -199,13 +198,3 @@ def _parts(record: DatasetRow, name: str) -> list[DatasetRow]:
         return []
     # each counts what is left out of it alone
     return [replace(part, left_out=Counter()) for part in record.parts(name)]
-
-
-def _hub_tasks(path: str, dataset: str) -> list[InstructionTask]:
-    tasks: dict[str, InstructionTask] = {}
-    for record in read_records(path, dataset):
-        name, instruction = record.label("task_name"), _instruction(record, [record.text("definition").strip()])
-        if name is None:
-            raise ValueError(f"{record.where}: the task has no name")
-        tasks.setdefault(name, InstructionTask(name, instruction, (), [])).instances.append(record)
-    return list(tasks.values())

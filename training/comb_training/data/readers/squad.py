@@ -17,10 +17,8 @@ from pathlib import Path
 from typing import Literal
 
 from comb.documents.document import Document, Example
-from comb_training.data.grouping import content_group, pick_distractors
-from comb_training.data.hub import on_hub
-from comb_training.data.records import DatasetRow, read_object, read_records
-from comb_training.data.side import DatasetSide, reader
+from comb_training.data.records import DatasetRow, on_hub, read_object, read_records
+from comb_training.data.side import DatasetSide, content_group, pick_distractors, reader
 
 UNANSWERABLE = "unanswerable"
 """The answer to a question that has none in its paragraph."""
@@ -50,7 +48,7 @@ def read_squad(
     """
     if unanswerable not in ("drop", "keep"):
         raise ValueError(f"unanswerable is 'drop' or 'keep', not {unanswerable!r}")
-    articles = _articles(read_records(side.path, "squad")) if on_hub(side.path) else _official(side)
+    articles = _on_hub(side) if on_hub(side.path) else _official(side)
     here = side.groups(name for name, _ in articles)
     articles = [(name, parts) for name, parts in articles if name in here]
     paragraphs: dict[str, list[Document]] = {}  # articles may share a title
@@ -101,10 +99,17 @@ def _example(record: DatasetRow, documents: tuple[Document, ...], name: str, *, 
 def _official(side: DatasetSide) -> list[Article]:
     """The articles of the official JSON; what has no questions is dropped and counted."""
     content = read_object(Path(side.path), "squad")
-    found = content.parts("data")
-    if not found:
+    articles: list[Article] = []
+    for article in content.parts("data"):
+        title = article.title()
+        contexts = [(part.text("context"), part.parts("qas")) for part in article.parts("paragraphs")]
+        # each question counts what is left out of it alone
+        parts = [
+            (_document(text, title), [replace(row, left_out=Counter()) for row in rows]) for text, rows in contexts
+        ]
+        articles.append((title or content_group(*(text for text, _ in contexts)), parts))
+    if not articles:
         raise ValueError(f"{content.where}: 'data' has no article: it is a list of {{title, paragraphs}}")
-    articles = [_article(article) for article in found]
     for reason, count in (
         ("article without paragraphs", sum(not parts for _, parts in articles)),
         ("paragraph without questions", sum(not rows for _, parts in articles for _, rows in parts)),
@@ -114,18 +119,10 @@ def _official(side: DatasetSide) -> list[Article]:
     return articles
 
 
-def _article(record: DatasetRow) -> Article:
-    """An article of the official JSON."""
-    title = record.title()
-    contexts = [(part.text("context"), part.parts("qas")) for part in record.parts("paragraphs")]
-    parts = [(_document(text, title), [replace(row, left_out=Counter()) for row in rows]) for text, rows in contexts]
-    return title or content_group(*(text for text, _ in contexts)), parts
-
-
-def _articles(records: Iterable[DatasetRow]) -> list[Article]:
+def _on_hub(side: DatasetSide) -> list[Article]:
     """The articles of the Hub's rows, one for each question."""
     articles: dict[str, dict[Document | None, list[DatasetRow]]] = {}
-    for record in records:
+    for record in read_records(side.path, "squad"):
         title, context = record.title(), record.text("context")
         article = articles.setdefault(title or content_group(context), {})
         article.setdefault(_document(context, title), []).append(record)

@@ -1,13 +1,11 @@
-"""Greedy answers by transformers, in batches.
-
-Questions over the same documents share one prefill of them. The dataset's answer serves as a draft: one pass tells
-whether greedy decoding would give just that (as in speculative decoding), and only other questions are decoded token by
-token. On the nano backbone, most of whose answers are the data's, that halves the time.
-"""
+"""Greedy answers in batches, by transformers and by vLLM (which is imported when its engine is made, not before)."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import contextlib
+import logging
+import os
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -27,6 +25,10 @@ DRAFT_LOGITS = 2**28  # values of one batch of drafts at most: a gigabyte in flo
 
 class TransformersEngine:
     """Greedy generation on the plain backbone, documents prefilled once per group where its cache allows that.
+
+    The dataset's answer serves as a draft: one pass tells whether greedy decoding would give just that (as in
+    speculative decoding), and only other questions are decoded token by token. On the nano backbone, most of whose
+    answers are the data's, that halves the time.
 
     Args:
         backbone: a plain Hugging Face causal LM, where it shall run.
@@ -121,13 +123,7 @@ class TransformersEngine:
         prefixes = [example.prompt.flat[: -len(example.prompt.tail)] for example in examples]
         if not (self.share_prefix and all(prefixes)):
             return *self._left_padded([prefix + tail for prefix, tail in zip(prefixes, tails, strict=True)]), None
-        prefix_ids, prefix_mask, cache = self._prefill(prefixes)
-        ids, mask = self._left_padded(tails)
-        return torch.cat([prefix_ids, ids], dim=1), torch.cat([prefix_mask, mask], dim=1), cache
-
-    def _prefill(self, prefixes: Sequence[tuple[int, ...]]) -> tuple[Tensor, Tensor, Any]:
-        """Ids and mask [examples, tokens] and cache of head and documents, each different one computed once."""
-        different = list(dict.fromkeys(prefixes))
+        different = list(dict.fromkeys(prefixes))  # each is computed once
         ids, mask = self._left_padded(different)
         cache = self.backbone(
             input_ids=ids,
@@ -138,7 +134,8 @@ class TransformersEngine:
         ).past_key_values
         own = torch.tensor([different.index(prefix) for prefix in prefixes], device=ids.device)
         cache.batch_select_indices(own)
-        return ids[own], mask[own], cache
+        tail_ids, tail_mask = self._left_padded(tails)
+        return torch.cat([ids[own], tail_ids], dim=1), torch.cat([mask[own], tail_mask], dim=1), cache
 
     def _left_padded(self, rows: Sequence[Sequence[int]]) -> tuple[Tensor, Tensor]:
         longest = max(map(len, rows))
@@ -151,3 +148,89 @@ class TransformersEngine:
         """Up to the first stop token."""
         end = next((place + 1 for place, token in enumerate(ids) if token in self.stops), None)
         return StoredAnswer(tuple(ids[:end]), finished=end is not None)
+
+
+BATCH_SIZE = 1024
+"""Questions handed over at once, and kept on disk together: vLLM batches among them as it sees fit."""
+TORCHRUN = (
+    "RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK", "ROLE_RANK", "ROLE_WORLD_SIZE",
+    "MASTER_ADDR", "MASTER_PORT", "TORCHELASTIC_USE_AGENT_STORE",
+)  # fmt: skip
+
+
+class VllmEngine:
+    """An engine of vLLM on one model: token ids go in and come out, its prefix cache shares documents.
+
+    Args:
+        model: folder or Hub id.
+        dtype: torch's name of it (float32, bfloat16, ...).
+        max_model_len: tokens of the longest prompt and its answer.
+        options: more keyword arguments of `vllm.LLM` (`tensor_parallel_size`, `gpu_memory_utilization`, ...).
+    """
+
+    def __init__(
+        self,
+        model: str,
+        stops: Sequence[int],
+        max_new_tokens: int,
+        *,
+        dtype: str,
+        max_model_len: int,
+        revision: str | None = None,
+        options: Mapping[str, Any] | None = None,
+    ) -> None:
+        import vllm
+
+        self.name = f"vllm {vllm.__version__}"
+        self.batch_size = BATCH_SIZE
+        arguments: dict[str, Any] = {
+            "dtype": dtype,
+            "revision": revision,
+            "max_model_len": max_model_len,
+            "enable_prefix_caching": True,
+            "skip_tokenizer_init": True,
+            "generation_config": "vllm",  # greedy is greedy, whatever the checkpoint would sample with
+            "seed": 0,
+        }
+        # vLLM tries out the chat template, and prints a traceback where it has no tokenizer; here it needs neither
+        renderers = logging.getLogger("vllm.renderers.base")
+        renderers.addFilter(lambda record: "Chat template warmup failed" not in str(record.msg))
+        with alone():
+            self._llm = vllm.LLM(model=model, **{**arguments, **(options or {})})
+        self._parameters = vllm.SamplingParams(
+            temperature=0.0,
+            max_tokens=max_new_tokens,
+            stop_token_ids=list(stops),
+            ignore_eos=True,  # `stops` is all there is
+            detokenize=False,
+        )
+        self._stops = frozenset(stops)
+
+    def __call__(self, examples: Sequence[TrainingExample]) -> list[StoredAnswer]:
+        """The answers to one batch, in its order."""
+        prompts: Any = [{"prompt_token_ids": list(example.prompt.flat)} for example in examples]
+        outputs = self._llm.generate(prompts, self._parameters, use_tqdm=False)
+        ids = [tuple(map(int, output.outputs[0].token_ids)) for output in outputs]
+        return [StoredAnswer(tokens, finished=bool(tokens) and tokens[-1] in self._stops) for tokens in ids]
+
+    def close(self) -> None:
+        """Ends the engine's processes and gives its memory back."""
+        core = getattr(getattr(self._llm, "llm_engine", None), "engine_core", None)
+        if core is not None:
+            core.shutdown()
+
+
+@contextlib.contextmanager
+def alone() -> Iterator[None]:
+    """Hides torchrun from an engine: each rank has one of its own, on its own GPU."""
+    if int(os.environ.get("WORLD_SIZE", "1")) == 1:
+        yield
+        return
+    hidden = {name: os.environ.pop(name) for name in TORCHRUN if name in os.environ}
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES", ",".join(map(str, range(torch.cuda.device_count()))))
+    if gpus := [name for name in visible.split(",") if name.strip()]:  # stays: the engine may make workers later
+        os.environ["CUDA_VISIBLE_DEVICES"] = gpus[int(hidden.get("LOCAL_RANK", "0")) % len(gpus)]
+    try:
+        yield
+    finally:
+        os.environ.update(hidden)
