@@ -17,7 +17,7 @@ import torch
 import yaml
 
 from comb import CombForCausalLM, LinkTokensForCausalLM, methods
-from comb.bench.commands import benchmarks
+from comb.bench import benchmarks
 
 ROOT = Path(__file__).parents[1]
 PRODUCT = ("comb", "training/comb_training", "serving/comb_serving")

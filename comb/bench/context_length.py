@@ -7,16 +7,31 @@ ratios are taken within a repeat. Tokenisation and the store's look-up are not p
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import json
+import os
+import statistics
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Annotated
+from itertools import accumulate
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
+from tqdm import tqdm
 
-from comb.bench.harness import BenchmarkReport, benchmark
+from comb.bench.harness import BenchmarkReport, benchmark, or_refused, ratios
 from comb.bench.options import Lengths, Methods, QueryTokens, RandomModelOptions, Repeats, integers, split_methods
 from comb.evaluation.plot import Bars, Lines, Panel, in_order
-from comb.evaluation.table import Column, Row, TextTable, mebibytes, ms, spread
+from comb.evaluation.table import Column, Row, TextTable, Timing, mebibytes, ms, spread
+
+if TYPE_CHECKING:
+    import torch
+
+    from comb.bench.work.random_prompts import RandomPrompt
+    from comb.cache.picache import PICache
+    from comb.methods.base import Method
 
 
 @dataclass(frozen=True)
@@ -66,8 +81,6 @@ def context_length(options: ContextLengthOptions, report: BenchmarkReport) -> No
     """TTFT against context length, as ratios to full recompute in one run, and where it goes (EPIC Fig. 9)."""
     import torch
 
-    from comb.bench.work.first_tokens import measure_context_length
-
     specs, lengths = split_methods(options.methods, control=False), integers(options.lengths, "--lengths")
     model = options.load(lengths[-1] + options.query_tokens + 1)
     report.heading = f"{options.title}: segments of {options.segment_tokens}, query of {options.query_tokens} tokens"
@@ -75,6 +88,149 @@ def context_length(options: ContextLengthOptions, report: BenchmarkReport) -> No
     shape = options.segment_tokens, options.query_tokens
     for row in measure_context_length(model, specs, lengths, shape, repeats=options.repeats, seed=options.seed):
         report.add(row)
+
+
+def measure_context_length(
+    model: Any, specs: Sequence[str], lengths: Sequence[int], shape: tuple[int, int], *, repeats: int, seed: int
+) -> Iterator[Row]:
+    """Rows by length, then by method.
+
+    Before anything is timed, every method links a short prompt: its logits must be finite, and those of `full` must be
+    the plain model's. A method that fails is refused.
+
+    Args:
+        shape: tokens of a segment, and of the query.
+
+    Raises:
+        ValueError: when `full` differs from the plain model.
+    """
+    from comb import methods
+    from comb.bench.work.random_prompts import RandomPrompt, first_token, synchronize, vocabulary
+    from comb.methods.prefix import prefixes_of
+
+    made: dict[str, Method] = {}
+    unfit: dict[str, Row] = {}
+    vocab = vocabulary(model)
+    short = RandomPrompt.random(vocab, 40, 20, 8, seed)
+    for spec in specs:
+        with or_refused(unfit.setdefault(spec, {"refused": ""})):
+            made[spec] = _checked(methods.create(spec, model), short)
+        if methods.parse(spec)[0] == "full" and unfit[spec]["refused"]:
+            raise ValueError(unfit[spec]["refused"])
+    for length in tqdm(lengths, "context lengths", leave=False):
+        prompt = RandomPrompt.random(vocab, length, *shape, seed)
+        rows: dict[str, Row] = {spec: {"method": spec, "tokens": length, **unfit[spec]} for spec in specs}
+        colds: dict[str, list[float]] = {spec: [] for spec in made}
+        cacheds: dict[str, list[dict[str, float]]] = {spec: [] for spec in made}
+        for repeat in tqdm(range(-1, repeats), f"{length} tokens", leave=False):
+            compiled: dict[Any, tuple[list[PICache], float]] = {}  # once for all methods that compile alike
+            for spec, method in made.items():
+                if rows[spec]["refused"]:
+                    continue
+                with or_refused(rows[spec]):
+                    kind = (method.compile_name or method.name, method.fingerprint)
+                    if kind not in compiled:
+                        start = time.perf_counter()
+                        picaches = method.compile(prompt.segments)
+                        synchronize(method.backbone.device)
+                        compiled[kind] = picaches, time.perf_counter() - start
+                    picaches, compile_s = compiled[kind]
+                    if repeat < 0:
+                        rows[spec] |= _warm_up(method, picaches, prompt)
+                    else:
+                        cold = cached = first_token(method, picaches, prompt.query)
+                        if method.name == "prefix":  # it keeps what it computed by itself
+                            cached = first_token(method, picaches, prompt.query)
+                        colds[spec].append(compile_s + sum(cold.values()))
+                        cacheds[spec].append(cached)
+                    prefixes_of(method.backbone).clear()
+        full = [sum(stages.values()) for stages in cacheds.get("full", [])]
+        for spec, row in rows.items():
+            if not row["refused"]:
+                stages = cacheds[spec]
+                whole = [sum(times.values()) for times in stages]
+                row |= {
+                    "ttft_cached_s": Timing.of(whole), "ttft_cold_s": Timing.of(colds[spec]),
+                    "speedup": ratios(full, whole),
+                    "stages_s": {name: statistics.median(times[name] for times in stages) for name in stages[0]},
+                }  # fmt: skip
+            yield row
+
+
+def _checked(method: Method, prompt: RandomPrompt) -> Method:
+    """Raises ValueError unless the logits on a short prompt are finite, and for `full` those of the plain model."""
+    import torch
+
+    from comb.bench.work.random_prompts import check_logits
+
+    with torch.no_grad():
+        state = method.link(method.compile(prompt.segments), prompt.query)
+        logits = state.logits[0]
+        state.release()
+        if not bool(torch.isfinite(logits).all()):
+            raise ValueError("check failed: the logits of a short prompt are not finite")
+        if method.name == "full":
+            ids = torch.tensor([prompt.flat], device=logits.device)
+            plain = method.backbone(input_ids=ids).logits[0, -1].float()
+            check_logits("`full` differs from the plain model", logits, plain, method.backbone.dtype)
+    return method
+
+
+def _warm_up(method: Method, picaches: Sequence[PICache], prompt: RandomPrompt) -> Row:
+    """Lets everything lazy happen, and takes what isn't a time."""
+    from comb.methods.prefix import prefixes_of
+
+    counts: list[tuple[int, int]] = []
+
+    def cached() -> None:
+        state = method.link(picaches, prompt.query)
+        counts.append((sum(state.computed), state.recomputed_tokens))
+        state.logits.argmax(-1).cpu()
+        state.release()
+
+    if method.name == "prefix":
+        cached()
+    peak = peak_memory(method.backbone.device, cached)
+    kept = sum(picache.nbytes for picache in picaches)
+    if method.name == "prefix":
+        kept = prefixes_of(method.backbone).nbytes
+    # of `full` PICaches are token ids alone, which don't count
+    kept = 0 if method.name == "full" else kept
+    computed, recomputed = counts[-1]
+    return {
+        "computed_tokens": computed, "recomputed_tokens": recomputed, "peak_memory_bytes": peak, "cache_bytes": kept,
+    }  # fmt: skip
+
+
+def peak_memory(device: torch.device | str, work: Callable[[], Any]) -> int:
+    """Runs `work` and returns the peak of bytes that torch allocated on `device` on top of what it held before.
+
+    On CUDA the caching allocator counts. On the CPU, torch's profiler records every allocation and release of torch's
+    CPU allocator, so the result is exact and repeatable, and work is slower meanwhile; scratch memory that libraries
+    such as MKL take on their own is not in it.
+    """
+    import torch
+
+    device = torch.device(device)
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+        before = torch.cuda.memory_allocated(device)
+        torch.cuda.reset_peak_memory_stats(device)
+        work()
+        torch.cuda.synchronize(device)
+        return int(torch.cuda.max_memory_allocated(device) - before)
+    # 6 is above every level: the profiler's own lines would stand between ours
+    os.environ.setdefault("KINETO_LOG_LEVEL", "6")
+    activities = [torch.profiler.ProfilerActivity.CPU]
+    with torch.profiler.profile(activities=activities, profile_memory=True) as profile:
+        work()
+    with tempfile.TemporaryDirectory() as folder:
+        trace = Path(folder) / "trace.json"
+        profile.export_chrome_trace(str(trace))
+        events = json.loads(trace.read_text(encoding="utf-8"))["traceEvents"]
+    changes = [event for event in events if event.get("name") == "[memory]" and event["args"]["Device Type"] == 0]
+    changes.sort(key=lambda event: event["args"]["Ev Idx"])
+    return max(accumulate((int(event["args"]["Bytes"]) for event in changes), initial=0))
 
 
 def _longest(rows: Sequence[Row]) -> list[Row]:

@@ -44,7 +44,7 @@ from rich.console import Console
 from tqdm import tqdm
 
 from comb.backbones.unpublished import public
-from comb.bench.commands import benchmarks
+from comb.bench import benchmarks
 from comb.evaluation.plot import Panel, draw
 from comb.evaluation.record import check_writable, environment, write_json
 from comb.evaluation.table import Row as Row
@@ -52,6 +52,8 @@ from comb.evaluation.table import TextTable, Timing
 
 K = TypeVar("K")
 T = TypeVar("T")
+Tables = Callable[[list[Row]], Sequence[TextTable]]
+Panels = Callable[[list[Row]], Sequence[Panel]]
 _WIDTH = 110
 
 
@@ -75,8 +77,8 @@ class BenchmarkReport:
 
     name: str
     options: OutOptions
-    tables: Callable[[list[Row]], Sequence[TextTable]]
-    panels: Callable[[list[Row]], Sequence[Panel]]
+    tables: Tables
+    panels: Panels
     heading: str = ""
     rows: list[Row] = field(default_factory=list)
     facts: Row = field(default_factory=dict)
@@ -101,11 +103,8 @@ class BenchmarkReport:
 
     def say(self, text: str) -> None:
         """A line on the terminal, with the seconds since the start in front."""
-        self.console.print(f"{self.elapsed():6.1f} s  {text}", markup=False, soft_wrap=True)
-
-    def elapsed(self) -> float:
-        """Seconds since the start."""
-        return time.perf_counter() - self.begun
+        seconds = time.perf_counter() - self.begun
+        self.console.print(f"{seconds:6.1f} s  {text}", markup=False, soft_wrap=True)
 
     def finish(self) -> None:
         """Prints the tables, and writes JSON, Markdown and the plot."""
@@ -129,11 +128,7 @@ class BenchmarkReport:
 Benchmark = Callable[[Any, BenchmarkReport], None]
 
 
-def benchmark(
-    name: str,
-    tables: Callable[[list[Row]], Sequence[TextTable]],
-    panels: Callable[[list[Row]], Sequence[Panel]] = lambda rows: (),
-) -> Callable[[Benchmark], Benchmark]:
+def benchmark(name: str, tables: Tables, panels: Panels = lambda rows: ()) -> Callable[[Benchmark], Benchmark]:
     """Makes a function of its options and a `BenchmarkReport` the command ``comb bench NAME``."""
 
     def add(run: Benchmark) -> Benchmark:

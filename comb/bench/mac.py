@@ -60,8 +60,6 @@ class MacOptions(QuestionOptions):
 
 def tables(rows: Sequence[Row]) -> list[TextTable]:
     """One line per stream, with the error at both ends of the decode; then one per task and configuration."""
-    from comb.bench.work.mac_stream import error_between
-
     streams = (
         Column("sweep", "sweep", names=True),
         Column("value", "value", str, names=True),
@@ -91,8 +89,6 @@ def tables(rows: Sequence[Row]) -> list[TextTable]:
 
 def panels(rows: Sequence[Row]) -> list[Panel]:
     """Keys over context; hits, reads and error over the threshold; error over a long decode."""
-    from comb.bench.work.mac_stream import error_between
-
     by = {name: [row for row in rows if row.get("sweep") == name] for name in ("context", "tau", "drift")}
     keys = {"exact": "exact_per_step", "MAC, mean": "read_per_step", "MAC, most on a hit": "most_read_on_hit"}
     shares = {"hits": "hit_rate", "keys read": "read_share", "relative error": "error_mean"}
@@ -103,6 +99,12 @@ def panels(rows: Sequence[Row]) -> list[Panel]:
         Lines(by["tau"], "value", shares, "threshold tau", "% of steps, of keys, of the output", scale=100),
         Lines(drift, "end", "error", "% of the decode", "relative error", by="value"),
     ]
+
+
+def error_between(row: Row, first: float, last: float) -> float:
+    """Mean error of the steps between two shares of the decode, such as 0.9 and 1."""
+    errors = row["errors"]
+    return fmean(errors[int(first * len(errors)) : max(1, int(last * len(errors)))])
 
 
 @benchmark("mac", tables, panels)

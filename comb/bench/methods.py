@@ -21,10 +21,9 @@ from comb.bench.harness import BenchmarkReport, benchmark
 from comb.bench.options import Methods, QuestionOptions, split_methods
 from comb.documents.datasets import DATA
 from comb.documents.document import Example
-from comb.evaluation.journal import Journal
 from comb.evaluation.plot import METRICS, Frontier, Panel, Quality
-from comb.evaluation.sets import EvaluationSet, read_sets
-from comb.evaluation.setting import NO_DOCUMENTS, AnswerRules, Setting, drop_too_long
+from comb.evaluation.record import Journal
+from comb.evaluation.setting import NO_DOCUMENTS, AnswerRules, Setting, drop_too_long, read_sets
 from comb.evaluation.table import Row, TextTable
 
 
@@ -75,27 +74,6 @@ class QuestionSet:
     facts: dict[str, Any]
 
 
-@benchmark("methods", lambda rows: tables(rows))
-def compare_methods(options: MethodsOptions, report: BenchmarkReport) -> None:
-    """Answers, KL to full recompute, times and bytes of every method; with --out a broken-off run goes on."""
-    from comb.backbones.adapter import trained_method
-
-    if options.metric not in METRICS:
-        raise ValueError(f"--metric is one of {', '.join(METRICS)}, not {options.metric!r}")
-    given = split_methods(options.methods) if options.methods else every_method()
-    report.panels = lambda rows: panels(rows, options.metric)
-    report.heading = options.model
-    report.facts["sets"] = {}
-    for asked in question_sets(options, report):
-        report.facts["sets"][asked.name] = asked.facts
-        model = asked.setting.model
-        own = trained_method(model)
-        trained = [own] if own is not None and not options.methods else []
-        # both ends of the scale stand in every table; what can't be had with the model says why
-        between = [spec for spec in [*trained, *given] if spec not in ("full", NO_DOCUMENTS)]
-        ask(asked, ["full", *between, NO_DOCUMENTS], options, report)
-
-
 def tables(rows: Sequence[Row]) -> list[TextTable]:
     """Two for each set."""
     from comb.evaluation.summary import comparison_tables
@@ -110,35 +88,48 @@ def panels(rows: Sequence[Row], metric: str) -> list[Panel]:
     """
     found: list[Panel] = []
     for name, own in _by_set(rows):
-        whole = next((row["computed_tokens"] for row in own if row["method"] == "full" and not row["refused"]), 1.0)
-        found.append(
-            Frontier(own, partial(_share_computed, whole=whole), "of the prompt computed for a question, %", name)
-        )
-        if len({kept for row in own if (kept := _bytes_kept(row)) is not None}) > 1:
-            found.append(Frontier(own, _bytes_kept, "bytes kept of a document's token", name))
+        full = next((row for row in own if row["method"] == "full" and not row["refused"]), None)
+        slow = full["ttft_cached_s"] if full else None
+        shown = []
+        for row in [row for row in own if not row["refused"]]:
+            cached, kept = row["ttft_cached_s"], row["cache_bytes_per_document_token"] or None
+            share = 100 * row["computed_tokens"] / (full["computed_tokens"] if full else 1.0)
+            sooner = None if not slow or not cached else slow.median / cached.median
+            shown.append({**row, "share": share, "kept": kept, "sooner": sooner})
+        found.append(Frontier(shown, "share", "of the prompt computed for a question, %", name))
+        if len({row["kept"] for row in shown} - {None}) > 1:
+            found.append(Frontier(shown, "kept", "bytes kept of a document's token", name))
         if any(row["ttft_cold_s"] for row in own):
-            slow = next((cost for row in own if row["method"] == "full" and (cost := _cached_s(row))), None)
-            if slow is not None:
-                sooner = "first token, documents cached: times sooner than full recompute"
-                found.append(Frontier(own, partial(_sooner, slow=slow), sooner, name))
-            found.append(Quality(own, metric, name))
+            if slow:
+                times = "first token, documents cached: times sooner than full recompute"
+                found.append(Frontier(shown, "sooner", times, name))
+            found.append(Quality(shown, metric, name))
     return found
 
 
-def _share_computed(row: Row, whole: float) -> float:
-    return float(100 * row["computed_tokens"] / whole)
+def _by_set(rows: Sequence[Row]) -> list[tuple[str, list[Row]]]:
+    return [(name, [row for row in rows if row["set"] == name]) for name in dict.fromkeys(row["set"] for row in rows)]
 
 
-def _bytes_kept(row: Row) -> float | None:
-    return None if row["refused"] else row["cache_bytes_per_document_token"] or None
+@benchmark("methods", tables)
+def compare_methods(options: MethodsOptions, report: BenchmarkReport) -> None:
+    """Answers, KL to full recompute, times and bytes of every method; with --out a broken-off run goes on."""
+    from comb.backbones.adapter import trained_method
 
-
-def _cached_s(row: Row) -> float | None:
-    return None if row["refused"] or row["ttft_cached_s"] is None else float(row["ttft_cached_s"].median)
-
-
-def _sooner(row: Row, slow: float) -> float | None:
-    return None if (own := _cached_s(row)) is None else slow / own
+    if options.metric not in METRICS:
+        raise ValueError(f"--metric is one of {', '.join(METRICS)}, not {options.metric!r}")
+    given = split_methods(options.methods) if options.methods else every_method()
+    report.panels = partial(panels, metric=options.metric)
+    report.heading = options.model
+    report.facts["sets"] = {}
+    for asked in question_sets(options, report):
+        report.facts["sets"][asked.name] = asked.facts
+        model = asked.setting.model
+        own = trained_method(model)
+        trained = [own] if own is not None and not options.methods else []
+        # both ends of the scale stand in every table; what can't be had with the model says why
+        between = [spec for spec in [*trained, *given] if spec not in ("full", NO_DOCUMENTS)]
+        ask(asked, ["full", *between, NO_DOCUMENTS], options, report)
 
 
 def every_method() -> list[str]:
@@ -161,12 +152,9 @@ def every_method() -> list[str]:
 def question_sets(options: MethodsOptions, report: BenchmarkReport) -> Iterator[QuestionSet]:
     """The sets of ``--config``, or the one of ``--dataset``; questions without room are dropped and counted."""
     wanted = max(options.limit, options.kl_questions or 0)
-    unused = _OF_CONFIG if options.config is None else _OF_DATASET
+    how, unused = ("without", _OF_CONFIG) if options.config is None else ("with", _OF_DATASET)
     if given := [name for name in unused if getattr(options, name) != getattr(MethodsOptions, name)]:
-        option = "--" + given[0].replace("_", "-")
-        raise ValueError(
-            f"{option} has no effect {'without' if options.config is None else 'with'} --config: leave it out"
-        )
+        raise ValueError(f"--{given[0].replace('_', '-')} has no effect {how} --config: leave it out")
     if options.config is None:
         if options.data is not None and options.dataset != MethodsOptions.dataset:
             raise ValueError("--data and --dataset both say what is asked about: give one of them")
@@ -186,22 +174,17 @@ def question_sets(options: MethodsOptions, report: BenchmarkReport) -> Iterator[
     names = [name.strip() for name in options.sets.split(",") if name.strip()] or list(sets)
     if unknown := [name for name in names if name not in sets]:
         raise ValueError(f"--sets: {options.config} has no set {unknown[0]!r}; it has {', '.join(sets)}")
-    plain = options.setting()
+    plain, folder = options.setting(), Path(options.data or DATA)
     for each in (sets[name] for name in names):
-        yield _question_set(plain, each, options, wanted)
-
-
-def _question_set(plain: Setting, each: EvaluationSet, options: MethodsOptions, wanted: int) -> QuestionSet:
-    folder = Path(options.data or DATA)
-    template = each.asked(folder)
-    rules = AnswerRules(options.max_new_tokens or each.max_new_tokens, template.stop)
-    setting = replace(plain, builder=template.builder(plain.tokenizer), query_template=template.query)
-    found = each.read(folder, options.seed)
-    counts = found.counts
-    counts.drop("over the limit", max(0, len(found) - wanted))
-    examples = drop_too_long(setting, found.examples[:wanted], ["full"], rules.max_new_tokens, counts)
-    source = {"dataset": each.dataset, "split": each.split, "options": each.options}
-    return QuestionSet(each.name, setting, examples, rules, source, {**asdict(each), "data": counts.to_dict()})
+        template = each.asked(folder)
+        rules = AnswerRules(options.max_new_tokens or each.max_new_tokens, template.stop)
+        setting = replace(plain, builder=template.builder(plain.tokenizer), query_template=template.query)
+        found = each.read(folder, options.seed)
+        counts = found.counts
+        counts.drop("over the limit", max(0, len(found) - wanted))
+        examples = drop_too_long(setting, found.examples[:wanted], ["full"], rules.max_new_tokens, counts)
+        source = {"dataset": each.dataset, "split": each.split, "options": each.options}
+        yield QuestionSet(each.name, setting, examples, rules, source, {**asdict(each), "data": counts.to_dict()})
 
 
 def ask(asked: QuestionSet, specs: Sequence[str], options: MethodsOptions, report: BenchmarkReport) -> None:
@@ -232,7 +215,3 @@ def ask(asked: QuestionSet, specs: Sequence[str], options: MethodsOptions, repor
     finally:
         for row in summarize(journal.rows, asked.examples, specs, refused):
             report.add({"set": asked.name, **row})
-
-
-def _by_set(rows: Sequence[Row]) -> list[tuple[str, list[Row]]]:
-    return [(name, [row for row in rows if row["set"] == name]) for name in dict.fromkeys(row["set"] for row in rows)]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated, Any
 
 import typer
 
@@ -13,9 +13,6 @@ from comb.documents.document import Example, PromptBuilder
 from comb.documents.rendering import template_arguments
 from comb.evaluation.record import read_training
 from comb.evaluation.setting import NO_DOCUMENTS, Setting, drop_too_long
-
-if TYPE_CHECKING:
-    import torch
 
 LEAST_POSITIONS = 128  # of the random model: what is checked before anything is timed must fit
 
@@ -37,17 +34,6 @@ class DeviceOptions(OutOptions):
 
     dtype: Annotated[str, typer.Option(help="auto, float32, bfloat16, float16")] = "auto"
     device: Annotated[str, typer.Option(help="auto, cpu, cuda, cuda:1")] = "auto"
-
-    def place(self) -> tuple[torch.dtype, str]:
-        """What the options mean where no checkpoint says it: float32, and a GPU if there is one."""
-        import torch
-
-        from comb.model.source import named_device
-
-        dtype = torch.float32 if self.dtype == "auto" else getattr(torch, self.dtype, None)
-        if not isinstance(dtype, torch.dtype) or not dtype.is_floating_point:
-            raise ValueError(f"--dtype is auto, float32, bfloat16 or float16, not {self.dtype!r}")
-        return dtype, named_device(self.device)
 
 
 @dataclass(frozen=True)
@@ -94,13 +80,19 @@ class RandomModelOptions(ModelOptions):
         """The model; a random one has at least so many positions, in the dtype and on the device asked for."""
         if not self.is_random:
             return super().load()
-        from comb.bench.work.random_prompts import random_model
+        import torch
 
-        dtype, device = self.place()
+        from comb.bench.work.random_prompts import random_model
+        from comb.model.source import named_device
+
+        # where no checkpoint says it: float32, and a GPU if there is one
+        dtype = torch.float32 if self.dtype == "auto" else getattr(torch, self.dtype, None)
+        if not isinstance(dtype, torch.dtype) or not dtype.is_floating_point:
+            raise ValueError(f"--dtype is auto, float32, bfloat16 or float16, not {self.dtype!r}")
         return random_model(
             layers=self.layers, hidden=self.hidden, heads=self.heads, kv_heads=self.kv_heads, vocab=self.vocab,
             positions=max(positions, LEAST_POSITIONS), hybrid=self.model == "random-hybrid", seed=self.seed,
-            dtype=dtype, device=device,
+            dtype=dtype, device=named_device(self.device),
         )  # fmt: skip
 
 
@@ -128,7 +120,8 @@ class QuestionOptions(ModelOptions):
 
     def setting(self) -> Setting:
         """Model, tokenizer and templates; an adapter's own templates where none are given."""
-        trained = _trained_templates(self.model)
+        record = read_training(self.model)  # how text was written when an adapter was trained
+        trained = {} if record is None else record["config"].get("data") or {}
         query = self.query_template or trained.get("query_template") or "{query}"
         if "{query}" not in query:
             raise ValueError(f"--query-template {query!r} has no {{query}}: every question would be the same")
@@ -157,13 +150,6 @@ class QuestionOptions(ModelOptions):
         report.facts["data"] = counts.to_dict()
         report.heading = f"{self.model}, {self.dataset}, {self.split}: {counts}"
         return setting, kept
-
-
-def _trained_templates(model: str) -> dict[str, Any]:
-    """How text was written when an adapter was trained, if its folder says so."""
-    record = read_training(model)
-    data = {} if record is None else record["config"].get("data") or {}
-    return {name: data.get(name) for name in ("query_template", "document_template", "head", "stop")}
 
 
 def split_methods(text: str, *, control: bool = True) -> list[str]:

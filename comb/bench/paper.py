@@ -22,8 +22,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
-from functools import partial
 from itertools import product
+from math import log
 from pathlib import Path
 from statistics import fmean
 from typing import Annotated, Any, get_type_hints
@@ -39,9 +39,11 @@ from comb.bench.methods import compare_methods
 from comb.bench.options import DeviceOptions, Seed
 from comb.bench.parallel import parallel
 from comb.documents.datasets import DATA
-from comb.evaluation.sets import read_sets
+from comb.evaluation.setting import read_sets
 from comb.evaluation.table import Column, Row, TextTable, Timing
+from comb.kernels.mac.mac_config import MacConfig
 
+_CHANNELS = 128
 PAPERS = {file.stem: file for file in sorted((Path(__file__).parent / "papers").glob("*.yaml"))}
 BENCHMARKS: dict[str, Callable[[Any, BenchmarkReport], None]] = {
     "methods": compare_methods, "context-length": context_length,
@@ -111,11 +113,11 @@ class PaperRow:
             if isinstance(theirs, Mapping):
                 keys = (" ".join(map(str, values)), " ".join(str(one[name]) for name in one if name != "set"))
                 theirs = next((theirs[key] for key in keys if key in theirs), "plotted")
-            text = partial(_filled, values=one)
+            picked = {key: _filled(value, one) if isinstance(value, str) else value for key, value in self.pick.items()}
             templates = f"{self.value} {self.pick}"  # what is filled in there is no key of a row
-            picked = {key: text(value) if isinstance(value, str) else value for key, value in self.pick.items()}
             picked |= {name: value for name, value in one.items() if f"{{{name}}}" not in templates}
-            yield replace(self, what=text(self.what), paper=theirs, each={}, value=text(self.value), pick=picked)
+            what, value = _filled(self.what, one), _filled(self.value, one)
+            yield replace(self, what=what, paper=theirs, each={}, value=value, pick=picked)
 
 
 def _filled(text: str, values: Mapping[str, Any]) -> str:
@@ -173,8 +175,6 @@ def _run(name: str, run: Mapping[str, Any], options: PaperOptions, report: Bench
     """The rows of one benchmark; of one that is refused, a row that says why."""
     report.say(f"{name}: comb bench {run['benchmark']}" if "benchmark" in run else name)
     if "formula" in run:
-        from comb.bench.work.formulas import FORMULAS
-
         return FORMULAS[run["formula"]]()
     kind, wanted = get_type_hints(BENCHMARKS[run["benchmark"]])["options"], dict(run["options"])
     known = {each.name for each in fields(kind)}
@@ -242,3 +242,69 @@ def _values(rows: Sequence[Row], pick: Mapping[str, Any], path: str) -> list[flo
                 raise ValueError(f"there is no {path} in the row {dict(pick)}")
         values.append(found.median if isinstance(found, Timing) else float(found))
     return values
+
+
+# ---- what a table computes rather than measures, by this library's own classes ----
+
+
+def addition_error() -> list[Row]:
+    """HYPIC table 2: what adding a segment's state instead of composing leaves wrong, over the state's norm."""
+    import torch
+
+    from comb.hybrid.transition import ScalarTransition
+
+    rows, state = [], torch.randn(1, _CHANNELS, _CHANNELS, generator=torch.Generator().manual_seed(0))
+    for bits in (5, 7, 10):
+        for tokens in (256, 512, 1024):
+            transition = ScalarTransition(torch.full((1,), tokens * log(1 - 2**-bits)))
+            wrong = state - transition.apply(state)
+            rows.append({"bits": bits, "tokens": tokens, "error": float(wrong.norm() / state.norm())})
+    return rows
+
+
+def transition_bytes() -> list[Row]:
+    """HYPIC table 3: bytes of a segment's transition per head and layer, 128 channels in 16 bits where that holds."""
+    import torch
+
+    from comb.hybrid.transition import DenseTransition, DiagonalTransition, ScalarTransition
+
+    made = {
+        "scalar": ScalarTransition(torch.zeros(1)),
+        "diagonal": DiagonalTransition(torch.zeros(1, _CHANNELS)),
+        "dense": DenseTransition(torch.eye(_CHANNELS)[None]),
+    }
+    return [{"family": name, "bytes": each.stored(torch.float16).tensor.nbytes} for name, each in made.items()]
+
+
+def ring_overhead() -> list[Row]:
+    """MAC-Attention table 7: bytes of the rings over those of keys and values of 128K tokens, Llama-3.1-8B, 16 bits."""
+    import torch
+
+    from comb.kernels.mac.state import MacState
+
+    heads, kv_heads, width, tokens = 32, 8, 128, 128 * 1024
+    cache = 2 * kv_heads * width * tokens * 2
+    rows = []
+    for window in (256, 512, 1024, 2048):
+        config = MacConfig(window=window, ring_dtype="bfloat16")
+        like = torch.zeros(1, dtype=torch.bfloat16)
+        rows.append({"window": window, "share": MacState.empty(1, heads, width, width, config, like).nbytes / cache})
+    return rows
+
+
+def prefill() -> list[Row]:
+    """MAC-Attention table 8: a made-up prompt of 1,024 tokens in chunks of 128, any earlier chunk's token may match."""
+    from comb.bench.work.mac_stream import StreamSpec, make_stream, run_stream
+
+    rows = []
+    for tau, band in ((0.30, 64), (0.45, 16), (0.45, 32), (0.45, 64), (0.60, 64)):
+        stream = make_stream(StreamSpec(1, 1023, heads=4, kv_heads=1, drift=0.15))
+        config = MacConfig(window=1024, band=band, tau=tau, min_length=0).uncapped()
+        rows += [{"tau": tau, "band": band, "chunk": chunk, **run_stream(stream, config, chunk)} for chunk in (1, 128)]
+    return rows
+
+
+FORMULAS: dict[str, Callable[[], list[Row]]] = {
+    "addition_error": addition_error, "transition_bytes": transition_bytes,
+    "ring_overhead": ring_overhead, "prefill": prefill,
+}  # fmt: skip

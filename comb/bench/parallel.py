@@ -27,7 +27,7 @@ from comb.evaluation.table import Column, Row, TextTable, Timing, fixed, ms, per
 if TYPE_CHECKING:
     from comb.bench.work.random_prompts import RandomPrompt
     from comb.engine.workers import CompileExecutor
-    from comb.engine.workers.request import Plan
+    from comb.engine.workers.executor import Plan
     from comb.methods.base import Method
 
 STAGES = ("dispatch", "transfer", "combine")
@@ -62,9 +62,10 @@ def tables(rows: Sequence[Row]) -> list[TextTable]:
     )
     simulated = (*names, *(Column(column.name, column.value, ms) for column in measured[2:6]),
                  Column("speed-up", "speedup", fixed(2)))  # fmt: skip
+    own, made_up = ([row for row in rows if row["kind"] == kind] for kind in ("measured", "simulated"))
     return [
-        TextTable("A cold prompt over several workers", measured, _of(rows, "measured")),
-        TextTable("Simulated with the times that one worker has shown", simulated, _of(rows, "simulated")),
+        TextTable("A cold prompt over several workers", measured, own),
+        TextTable("Simulated with the times that one worker has shown", simulated, made_up),
     ]
 
 
@@ -75,14 +76,10 @@ def panels(rows: Sequence[Row]) -> list[Panel]:
         return {name: s.median if isinstance(s, Timing) else s for name in STAGES for s in [row[f"{name}_s"]]}
 
     own = [row for row in rows if row["method"] == rows[0]["method"]]
-    counts = {row["workers"] for row in _of(own, "measured")}
-    shown = [*_of(own, "measured"), *(row for row in _of(own, "simulated") if row["workers"] not in counts)]
+    counts = {row["workers"] for row in own if row["kind"] == "measured"}
+    shown = [row for row in own if row["kind"] == "measured" or row["workers"] not in counts]
     label = f"cold time to first token, {rows[0]['method']}, ms"
     return [Bars(shown, lambda row: f"{row['workers']}, {row['kind']}", stages, label)]
-
-
-def _of(rows: Sequence[Row], kind: str) -> list[Row]:
-    return [row for row in rows if row["kind"] == kind]
 
 
 @benchmark("parallel", tables, panels)
@@ -134,6 +131,15 @@ def measure_parallel(
     import torch
 
     from comb import methods
+    from comb.bench.work.random_prompts import check_logits, first_token
+
+    def once(method: Method, count: int) -> dict[str, Any]:
+        """Seconds by stage of one cold prompt, and of every segment."""
+        run = executor.run(method, prompt.segments, workers=count)
+        start = time.perf_counter()
+        first_token(method, run.picaches, prompt.query)
+        stages = {"dispatch": run.dispatch_s, "transfer": run.transfer_s, "combine": time.perf_counter() - start}
+        return {**stages, "segments": run.segment_s, "decode": run.decode_s}
 
     if 1 not in workers or not all(1 <= count <= executor.workers for count in workers):
         raise ValueError(f"workers are counts from 1 to {executor.workers}, 1 among them; got {list(workers)}")
@@ -141,10 +147,16 @@ def measure_parallel(
     torch.set_num_threads(options.threads)  # as the workers were told; reset at the end
     try:
         made = {spec: methods.create(spec, model) for spec in specs}
+        few = prompt.segments[:2]
         for method in made.values():
-            _check(method, executor, prompt)
-        calls = {(spec, count): partial(_once, method, executor, count, prompt)
-                 for spec, method in made.items() for count in workers}  # fmt: skip
+            executor.check(method)
+            logits = []
+            for picaches in (executor.compile(method, few), [method.compile([segment])[0] for segment in few]):
+                state = method.link(picaches, prompt.query)
+                logits.append(state.logits[0])
+                state.release()
+            check_logits(f"{method.name!r} over workers differs", *logits, method.backbone.dtype)
+        calls = {(spec, count): partial(once, made[spec], count) for spec in specs for count in workers}
         taken = in_turns(calls, options.repeats)
     finally:
         torch.set_num_threads(before)
@@ -163,34 +175,9 @@ def measure_parallel(
     return rows
 
 
-def _once(method: Method, executor: CompileExecutor, workers: int, prompt: RandomPrompt) -> dict[str, Any]:
-    """Seconds by stage of one cold prompt, and of every segment."""
-    from comb.bench.work.random_prompts import first_token
-
-    run = executor.run(method, prompt.segments, workers=workers)
-    start = time.perf_counter()
-    first_token(method, run.picaches, prompt.query)
-    stages = {"dispatch": run.dispatch_s, "transfer": run.transfer_s, "combine": time.perf_counter() - start}
-    return {**stages, "segments": run.segment_s, "decode": run.decode_s}
-
-
-def _check(method: Method, executor: CompileExecutor, prompt: RandomPrompt) -> None:
-    """Raises ValueError unless workers give the logits that compiling here gives."""
-    from comb.bench.work.random_prompts import check_logits
-
-    executor.check(method)
-    few = prompt.segments[:2]
-    logits = []
-    for picaches in (executor.compile(method, few), [method.compile([segment])[0] for segment in few]):
-        state = method.link(picaches, prompt.query)
-        logits.append(state.logits[0])
-        state.release()
-    check_logits(f"{method.name!r} over workers differs", logits[0], logits[1], method.backbone.dtype)
-
-
 def simulate(measured: Sequence[Row], workers: Sequence[int]) -> Iterator[Row]:
     """The measured prompt over other numbers of workers, each with a core of its own, as one worker has shown it."""
-    from comb.engine.workers.request import lpt
+    from comb.engine.workers.executor import lpt
 
     for row in measured:
         if row["workers"] == 1:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import gc
 import logging
 import sys
@@ -17,7 +18,7 @@ from rich.console import Console
 from rich.logging import RichHandler
 from rich.markup import escape
 
-from comb.bench.commands import bench
+from comb.bench import bench
 from comb.documents.splitting import DEFAULT_SPLITTER
 from comb.engine import DEFAULT_MAX_NEW_TOKENS
 from comb.registry import when_imported
@@ -60,19 +61,19 @@ def _options(
     level = logging.INFO if verbose else logging.WARNING
     handler = RichHandler(console=errors, show_time=False, show_path=False)
     logging.basicConfig(level=level, format="%(message)s", handlers=[handler], force=True)
-    if not verbose:
-        when_imported("transformers.utils.logging", _quiet)
-        when_imported("deepspeed.utils.logging", _no_notice)
+    if verbose:
+        return
 
+    def quiet(transformers_logging: Any) -> None:
+        transformers_logging.disable_progress_bar()
+        transformers_logging.set_verbosity_error()
 
-def _no_notice(deepspeed_logging: Any) -> None:
-    # printed wherever accelerate asks whether a model is DeepSpeed's, in the middle of the bar
-    deepspeed_logging.logger.addFilter(lambda record: "Setting accelerator to" not in record.getMessage())
+    def no_notice(deepspeed_logging: Any) -> None:
+        # printed wherever accelerate asks whether a model is DeepSpeed's, in the middle of the bar
+        deepspeed_logging.logger.addFilter(lambda record: "Setting accelerator to" not in record.getMessage())
 
-
-def _quiet(transformers_logging: Any) -> None:
-    transformers_logging.disable_progress_bar()
-    transformers_logging.set_verbosity_error()
+    when_imported("transformers.utils.logging", quiet)
+    when_imported("deepspeed.utils.logging", no_notice)
 
 
 @app.command()
@@ -132,7 +133,18 @@ def doctor(
     from comb.methods import split_specs
     from comb.model.source import load_named
 
-    loaded = _random(model, device) if random else load_named(model, backbone=backbone, dtype=dtype, device=device)
+    if random:
+        from comb.backbones.damage import explained
+        from comb.backbones.loading import load_config
+        from comb.cli.doctor import random_model
+        from comb.model.source import named_device
+
+        config = load_config(model)
+        with explained(model):
+            loaded = random_model(config)
+        loaded = loaded.to(named_device(device))
+    else:
+        loaded = load_named(model, backbone=backbone, dtype=dtype, device=device)
     if segments:
         _show_segments(model, loaded, "primed,legolink:16" if methods == "all" else methods, prompts, threshold)
         return
@@ -147,17 +159,25 @@ def doctor(
         passed = False
     if methods != "none":
         console.print("[bold]methods[/]")
-        verdicts = check_methods(loaded, () if methods == "all" else split_specs(methods))
-        for verdict in verdicts:
-            _show_verdict(verdict)
-        passed = passed and all(verdict.passed for verdict in verdicts)
+        for verdict in check_methods(loaded, () if methods == "all" else split_specs(methods)):
+            name = f"{escape(verdict.method):<14}"
+            if verdict.refused is not None:
+                console.print(f"[yellow]refused[/]  {name} {escape(verdict.refused)}", soft_wrap=True)
+                continue
+            mark = "[green]safe[/]   " if verdict.passed else "[bold red]FAILED[/] "
+            held = ", ".join(check.name for check in verdict.checks if check.passed)
+            console.print(f"{mark}  {name} [dim]{escape(held)}[/]", soft_wrap=True)
+            for check in verdict.checks:
+                if not check.passed:
+                    console.print(f"         [bold red]{escape(check.name)}[/]: {escape(check.detail)}", soft_wrap=True)
+            passed = passed and verdict.passed
     if not passed:
         raise typer.Exit(1)
 
 
 def _show_segments(name: str, model: Any, specs: str, path: Path | None, threshold: float) -> None:
     from comb.backbones.tokenizer import load_tokenizer
-    from comb.cli.doctor.segments import check_segments, kinds_below, made_prompts, read_prompts
+    from comb.cli.doctor_segments import check_segments, kinds_below, made_prompts, read_prompts
     from comb.evaluation.table import Column, TextTable, fixed
     from comb.methods import split_specs
 
@@ -173,31 +193,6 @@ def _show_segments(name: str, model: Any, specs: str, path: Path | None, thresho
         kinds = kinds_below(verdicts, spec, threshold)
         said = f"--comb-segment-kinds {','.join(kinds)}" if kinds else "no kind of segment; leave --comb-segments off"
         console.print(f"{escape(spec)}, KL below {threshold:g}: {said}", soft_wrap=True)
-
-
-def _random(model: str, device: str) -> Any:
-    from comb.backbones.damage import explained
-    from comb.backbones.loading import load_config
-    from comb.cli.doctor import random_model
-    from comb.model.source import named_device
-
-    config = load_config(model)
-    with explained(model):
-        made = random_model(config)
-    return made.to(named_device(device))
-
-
-def _show_verdict(verdict: Any) -> None:
-    name = f"{escape(verdict.method):<14}"
-    if verdict.refused is not None:
-        console.print(f"[yellow]refused[/]  {name} {escape(verdict.refused)}", soft_wrap=True)
-        return
-    mark = "[green]safe[/]   " if verdict.passed else "[bold red]FAILED[/] "
-    held = ", ".join(check.name for check in verdict.checks if check.passed)
-    console.print(f"{mark}  {name} [dim]{escape(held)}[/]", soft_wrap=True)
-    for check in verdict.checks:
-        if not check.passed:
-            console.print(f"         [bold red]{escape(check.name)}[/]: {escape(check.detail)}", soft_wrap=True)
 
 
 def _as_comb(model: Any, encoder_layers: int | None) -> Any:
@@ -345,6 +340,50 @@ def _add_commands() -> None:
         entry_point.load()(app)
 
 
+_PERMISSION = "see who may read and write it (ls -l), or take another place"
+_REMEDIES = {
+    errno.ENOENT: "check the path",
+    errno.EEXIST: "something of that name is in the way: move it, or take another place",
+    errno.EISDIR: "name a file in it",
+    errno.ENOTDIR: "part of that path is a file",
+    errno.EACCES: _PERMISSION,
+    errno.EPERM: _PERMISSION,
+    errno.EROFS: "take a place that can be written to",
+    errno.ENOSPC: "free some space on that disk, or take another one (HF_HOME moves the caches)",
+    errno.EDQUOT: "free some space of your quota, or take another disk (HF_HOME moves the caches)",
+    errno.ENAMETOOLONG: "check the path",
+}
+
+
+def one_line(error: BaseException) -> str:
+    """Any exception as one line: comb's own words as they are, anyone else's with the name of the exception.
+
+    What nobody foresaw is said to be a fault of comb's, with where it happened.
+    """
+    from comb.backbones.tracebacks import frames, in_comb, raised_by_us
+
+    message = " ".join(str(error).split())
+    if raised_by_us(error) and message:
+        return message
+    if isinstance(error, OSError) and error.strerror and error.errno in _REMEDIES:
+        names = ", ".join(str(name) for name in (error.filename, error.filename2) if name is not None)
+        return f"{names + ': ' if names else ''}{error.strerror}: {_REMEDIES[error.errno]}"
+    kind = type(error).__name__
+    named = f"{kind}: {message}" if message else kind
+    if any(frame.tb_frame.f_code.co_filename == "<template>" for frame in frames(error)):
+        return (
+            f"the tokenizer's chat template (chat_template.jinja, or in tokenizer_config.json) raises {named}: mend it "
+            "there, or take the one that the model was published with"
+        )
+    if isinstance(error, MemoryError) or kind == "OutOfMemoryError":
+        return f"out of memory ({named}): take a smaller model, dtype or batch, or fewer documents at once"
+    if isinstance(error, ValueError | OSError | RuntimeError | ImportError):
+        return f"{named} (--debug shows the traceback)"
+    last = [frame for frame in frames(error) if in_comb(frame)][-1:]
+    place = "".join(f" at {frame.tb_frame.f_globals['__name__']}:{frame.tb_lineno}" for frame in last)
+    return f"unexpected {named}{place}: that is a fault of comb's, please report it; --debug shows the traceback"
+
+
 def main(arguments: Sequence[str] | None = None) -> None:
     """Runs `comb`, with the process's own arguments by default.
 
@@ -363,7 +402,5 @@ def main(arguments: Sequence[str] | None = None) -> None:
     except Exception as error:
         if debug:
             raise
-        from comb.cli.error_line import one_line
-
         errors.print(f"[bold red]error:[/] {escape(one_line(error))}", soft_wrap=True)
         sys.exit(1)

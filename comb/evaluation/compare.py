@@ -21,14 +21,13 @@ from torch import Tensor
 from tqdm import tqdm
 
 from comb.backbones.identity import one_walk
-from comb.documents.document import Document, DocumentLike, Example
-from comb.engine.construction import default_store
+from comb.documents.document import DocumentLike, Example
 from comb.engine.decoding import trim
-from comb.engine.engine import PICEngine
+from comb.engine.engine import PICEngine, default_store
 from comb.engine.report import cache_bytes
-from comb.evaluation.journal import Journal
+from comb.evaluation.record import Journal
 from comb.evaluation.setting import AnswerRules, Setting
-from comb.methods.base import DecodeState
+from comb.methods.decode_state import DecodeState
 
 logger = logging.getLogger(__name__)
 
@@ -38,10 +37,9 @@ REFUSALS = (ValueError, NotImplementedError, MemoryError, torch.OutOfMemoryError
 
 @dataclass(frozen=True)
 class ReferenceAnswer:
-    """What full recompute answered.
+    """What full recompute answered, with the `logits` [tokens, vocabulary] that each token was chosen from.
 
     Args:
-        logits: that each token was chosen from. [tokens, vocabulary]
         greedy: whether each token is the likeliest there (settings of the model may have changed logits).
         facts: what it cost, as `linked` says it.
     """
@@ -99,7 +97,10 @@ def compare(
         with one_walk():
             expected = None
             if room is None or setting.prompt_tokens(example) + rules.max_new_tokens <= room:
-                expected = _reference(reference, setting.request("full", example), settings)
+                with linked(reference, *setting.request("full", example)) as (state, facts):
+                    token_ids, logits = state.generate_with_logits(**settings)
+                own = trim(token_ids, settings, 1)
+                expected = ReferenceAnswer(own, logits, logits.argmax(-1).tolist() == list(own), facts)
             without += expected is None
             if not warm:  # a head is kept for all methods, and the first one would count it
                 warm = True
@@ -161,15 +162,6 @@ def made_by(engine: PICEngine) -> str:
     return sha256(engine.method.fingerprint.encode()).hexdigest()[:12]
 
 
-def _reference(
-    engine: PICEngine, request: tuple[str, Sequence[Document]], settings: Mapping[str, Any]
-) -> ReferenceAnswer:
-    with linked(engine, *request) as (state, facts):
-        token_ids, logits = state.generate_with_logits(**settings)
-    own = trim(token_ids, settings, 1)
-    return ReferenceAnswer(own, logits, logits.argmax(-1).tolist() == list(own), facts)
-
-
 def _row(
     setting: Setting, spec: str, engine: PICEngine, example: Example, expected: ReferenceAnswer | None,
     settings: Mapping[str, Any], rules: AnswerRules, answered: bool,
@@ -199,17 +191,17 @@ def linked(
 ) -> Iterator[tuple[DecodeState, dict[str, int]]]:
     """The state for `question` over `documents`, and what it cost: the steps of `ask` up to decoding."""
     on = engine.with_encoder(None)
-    prepared = engine.prepare(question, engine.segments_of(documents), encoder=on)
+    segments, prompt = engine.prepare(question, engine.segments_of(documents), encoder=on)
     with (
-        engine.acquired(prepared.segments, encoder=on) as acquired,
-        engine.linked([prepared], acquired, encoder=on) as (state, _),
+        engine.acquired(segments, encoder=on) as (references, _),
+        engine.linked([(segments, prompt)], references, encoder=on) as (state, _),
     ):
         uses = None if state.uses is None else state.uses[0]
         facts = {
             "computed": sum(state.computed),
             "recomputed": state.recomputed_tokens,
-            "document_tokens": sum(len(segment.token_ids) for segment in prepared.segments),
-            "cache_bytes": cache_bytes(prepared.segments, uses, acquired.references),
+            "document_tokens": sum(len(segment.token_ids) for segment in segments),
+            "cache_bytes": cache_bytes(segments, uses, references),
         }
         yield state, facts
 

@@ -26,8 +26,7 @@ from comb import methods
 from comb.documents.document import Document, Prompt
 from comb.documents.found import SegmentFinder, with_segments
 from comb.engine.engine import PICEngine
-from comb.engine.steps import PreparedQuestion
-from comb.methods.base import DecodeState
+from comb.methods.decode_state import DecodeState
 
 Scored = tuple[tuple[str, str] | None, list[int], list[int]]
 """Of the harness: a request's texts (None for a piece of a whole text), and tokens of its context and continuation."""
@@ -87,8 +86,10 @@ class CombLM(HFLM):
     def cut(self, token_ids: Sequence[int]) -> Prompt | None:
         """A prompt as passages and what is fresh; None if nothing in it is linked."""
         spans = self._finder.find(token_ids) if self._links else []
-        if spans and self._ends_message(token_ids, sum(spans[-1])):
-            spans.pop()  # the question is in it, which has to read the others
+        if spans:
+            behind = (token for token in token_ids[sum(spans[-1]) :] if self.tokenizer.decode([token]).strip())
+            if next(behind, None) in (None, *self.tokenizer.all_special_ids):
+                spans.pop()  # the last passage ends a message: the question is in it, which has to read the others
         self.prompt_tokens += len(token_ids)
         self.linked_tokens += sum(tokens for _, tokens in spans)
         if not spans:
@@ -96,17 +97,14 @@ class CombLM(HFLM):
             return None
         return with_segments(token_ids, spans)
 
-    def _ends_message(self, token_ids: Sequence[int], end: int) -> bool:
-        """Whether a message has nothing behind this place."""
-        behind = (token for token in token_ids[end:] if self.tokenizer.decode([token]).strip())
-        return next(behind, None) in (None, *self.tokenizer.all_special_ids)
-
     @contextmanager
     def _linked(self, prompt: Prompt) -> Iterator[DecodeState]:
         engine = self.engine
         segments = engine.segments_of([Document(token_ids=ids) for ids in prompt.segments])
-        question = PreparedQuestion(segments, prompt)
-        with engine.acquired(segments) as documents, engine.linked([question], documents, encoder=True) as (state, _):
+        with (
+            engine.acquired(segments) as (references, _),
+            engine.linked([(segments, prompt)], references, encoder=True) as (state, _),
+        ):
             yield state
             self.computed_tokens += state.computed[0]
 
@@ -133,8 +131,11 @@ class CombLM(HFLM):
         return [] if texts is None else context[max(0, len(context) + len(continuation) - self.max_length - 1) :]
 
     def _model_generate(self, context: Tensor, max_length: int, stop: list[str], **options: Any) -> Tensor:
-        """Prompts [B, N], padded on the left, and their answers."""
+        """Prompts [B, N], padded on the left, and their answers; greedy unless a task says otherwise, as `HFLM`."""
         mask = options.pop("attention_mask", torch.ones_like(context))
+        settings = {**options, "do_sample": options.get("do_sample", options.get("temperature", 0.0) != 0.0)}
+        if not settings["do_sample"]:
+            settings.pop("temperature", None)
         prompts = [self.cut(row[kept.bool()].tolist()) for row, kept in zip(context, mask, strict=True)]
         plain = [number for number, prompt in enumerate(prompts) if prompt is None]
         made = {}
@@ -143,25 +144,18 @@ class CombLM(HFLM):
             made = dict(zip(plain, rows, strict=True))
         for number, prompt in enumerate(prompts):
             if prompt is not None:
-                answer = self._answer(prompt, max_length - context.shape[1], stop, options)
+                with self._linked(prompt) as state:
+                    length = state.input_ids.shape[1]
+                    answer = state.generate(
+                        max_new_tokens=max_length - context.shape[1], pad_token_id=self.tokenizer.pad_token_id,
+                        stopping_criteria=stop_sequences_criteria(self.tokenizer, stop, length, 1), **settings,
+                    )[0, length:]  # fmt: skip
                 made[number] = torch.cat([context[number], answer.to(context.device)])
         longest = max(map(len, made.values()))
         out = context.new_full((len(context), longest), self.tokenizer.pad_token_id)
         for number, row in made.items():
             out[number, : len(row)] = row
         return out
-
-    def _answer(self, prompt: Prompt, tokens: int, stop: list[str], options: dict[str, Any]) -> Tensor:
-        """New tokens over what is linked; greedy unless a task says otherwise, as `HFLM` reads its settings."""
-        settings = {**options, "do_sample": options.get("do_sample", options.get("temperature", 0.0) != 0.0)}
-        if not settings["do_sample"]:
-            settings.pop("temperature", None)
-        with self._linked(prompt) as state:
-            length = state.input_ids.shape[1]
-            ends = stop_sequences_criteria(self.tokenizer, stop, length, 1)
-            settings |= {"pad_token_id": self.tokenizer.pad_token_id, "stopping_criteria": ends}
-            answer: Tensor = state.generate(max_new_tokens=tokens, **settings)[0, length:]
-        return answer
 
 
 if __name__ == "__main__":

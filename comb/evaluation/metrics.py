@@ -34,8 +34,7 @@ class Scores:
 
 def normalize_answer(text: str) -> str:
     """SQuAD's normal form: lower case, no ASCII punctuation, no English articles, single spaces."""
-    without_punctuation = text.lower().translate(_PUNCTUATION)
-    return " ".join(_ARTICLES.sub(" ", without_punctuation).split())
+    return " ".join(_ARTICLES.sub(" ", text.lower().translate(_PUNCTUATION)).split())
 
 
 def _of_best(metric: Callable[[str, str], float]) -> Callable[[str, Sequence[str]], float]:
@@ -82,7 +81,14 @@ def rouge_l(prediction: str, reference: str) -> float:
     predicted, expected = _ROUGE_WORD.findall(prediction.lower()), _ROUGE_WORD.findall(reference.lower())
     if not predicted or not expected:
         return 0.0
-    return _f_measure(_longest_common_subsequence(predicted, expected), len(predicted), len(expected))
+    row = [0] * (len(expected) + 1)  # longest common subsequences with each beginning of the expected words
+    for word in predicted:
+        diagonal = 0
+        for column, other in enumerate(expected, start=1):
+            above = row[column]
+            row[column] = diagonal + 1 if word == other else max(above, row[column - 1])
+            diagonal = above
+    return _f_measure(row[-1], len(predicted), len(expected))
 
 
 def agreement(predictions: Sequence[str], others: Sequence[str]) -> tuple[list[float], list[float]]:
@@ -141,14 +147,3 @@ def _f_measure(shared: int, predicted: int, expected: int) -> float:
         return 0.0
     precision, recall = shared / predicted, shared / expected
     return 2 * precision * recall / (precision + recall)
-
-
-def _longest_common_subsequence(left: Sequence[str], right: Sequence[str]) -> int:
-    row = [0] * (len(right) + 1)
-    for word in left:
-        diagonal = 0
-        for column, other in enumerate(right, start=1):
-            above = row[column]
-            row[column] = diagonal + 1 if word == other else max(above, row[column - 1])
-            diagonal = above
-    return row[-1]

@@ -25,6 +25,10 @@ from comb.documents.document import Prompt, PromptBuilder
 from comb.evaluation.table import FittedTable
 from comb.model.encoder import padded_batches
 
+EXAMPLES = 512
+BAR = 40
+MEASURED_TOKENS = 2048
+"""Tokens of the prompts that `short_prompts` chooses; each goes through the backbone once per layer."""
 MEASURABLE = ("full", "sliding", "both")
 """Kinds of layers (`BackboneInfo.layer_kinds`) with an attention that documents can be hidden from."""
 
@@ -46,10 +50,6 @@ class Placement:
         if not 0 < count <= len(self.losses):
             raise ValueError(f"{count} cross blocks, but documents can be read in {len(self.losses)} layers")
         return sorted(sorted(self.losses, key=lambda layer: -self.losses[layer])[:count])
-
-
-MEASURED_TOKENS = 2048
-"""Tokens of the prompts that `short_prompts` chooses; each goes through the backbone once per layer."""
 
 
 def short_prompts(
@@ -183,12 +183,8 @@ def _divergence(reference: Tensor, other: Tensor) -> float:
     return float((reference.exp() * (reference - other)).sum())
 
 
-EXAMPLES = 512
-BAR = 40
-
-
 def describe_placement(backbone: Any, tokenizer: Any, dataset: str, path: Path | None, count: int) -> FittedTable:
-    """The measured losses as bars, and the layers that `count` cross blocks belong in front of.
+    """Layers, nats per answer token lost when documents are hidden there with a bar, and the `count` best of them.
 
     Raises:
         ValueError: as `read_dataset` and `measure_placement` do.
@@ -201,11 +197,7 @@ def describe_placement(backbone: Any, tokenizer: Any, dataset: str, path: Path |
         if example.documents
     ]
     chosen = short_prompts(prompts)
-    return placement_table(measure_placement(backbone, chosen), count, f"{len(chosen)} questions of {dataset}")
-
-
-def placement_table(placement: Placement, count: int, measured_on: str) -> FittedTable:
-    """Layer, nats per answer token that are lost when documents are hidden there, and a bar."""
+    placement = measure_placement(backbone, chosen)
     best = placement.best(min(count, len(placement.losses)))
     most = max(max(placement.losses.values()), 1e-9)
     lines = []
@@ -213,5 +205,5 @@ def placement_table(placement: Placement, count: int, measured_on: str) -> Fitte
         bar = "\u2588" * round(BAR * max(loss, 0.0) / most)
         lines.append((f"{layer}", f"{loss:.3f}", f"{bar}{' *' if layer in best else ''}"))
     caption = f"all layers together: {placement.without:.3f}\nmodel.cross_attention_layers={best}"
-    title = f"where documents are read ({measured_on})"
+    title = f"where documents are read ({len(chosen)} questions of {dataset})"
     return FittedTable(("layer", "nats lost without", ""), lines, title, caption, left=("",))

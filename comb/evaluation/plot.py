@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 from comb.evaluation.setting import NO_DOCUMENTS
 from comb.evaluation.table import Row, Timing
@@ -15,22 +15,14 @@ _MARKERS = "osD^vXP*"
 _EXACT = 1e-3  # nats: what is below is full recompute, to rounding
 
 
-class Panel(Protocol):
-    """One axes of a plot."""
-
-    def draw(self, axes: Any) -> None:
-        """Draws on a matplotlib axes; nothing where there is nothing to draw."""
-
-
 @dataclass(frozen=True)
 class Lines:
     """`y` over `x`: one line per name, its quartiles shaded where values are timings. Refused rows are left out.
 
     Args:
         y: key of the values, multiplied by `scale`; or keys by the name of their line, and `by` is then not used.
-        by: key of the name of a row's line, or a function of the row.
+        by: key of the name of a row's line.
         log: axes with a logarithmic scale: "x", "y" or "xy". level: a dashed horizontal line.
-        diagonal: name of the line on which y equals x.
     """
 
     rows: Sequence[Row]
@@ -38,17 +30,15 @@ class Lines:
     y: str | Mapping[str, str]
     xlabel: str
     ylabel: str
-    by: str | Callable[[Row], str] = "method"
+    by: str = "method"
     scale: float = 1.0
     log: str = ""
     level: float | None = None
-    diagonal: str = ""
 
     def draw(self, axes: Any) -> None:
-        """With a legend beside the axes if there is more than one line."""
         curves: dict[str, list[tuple[float, Any]]] = {}
         for row in self.rows:
-            for line, key in self._keys(row).items():
+            for line, key in ({row[self.by]: self.y} if isinstance(self.y, str) else self.y).items():
                 if not row.get("refused") and row.get(key) is not None:
                     curves.setdefault(line, []).append((row[self.x], row[key]))
         for number, (name, points) in enumerate(curves.items()):
@@ -57,9 +47,6 @@ class Lines:
             low, middle, high = ([self.scale * getattr(t, end) for t in times] for end in ("low", "median", "high"))
             axes.plot(x, middle, **_look(number), markersize=4, label=name)
             axes.fill_between(x, low, high, color=_look(number)["color"], alpha=0.15, linewidth=0)
-        if self.diagonal:
-            ends = sorted({row[self.x] for row in self.rows})
-            axes.plot(ends, ends, color="#bbbbbb", linewidth=1, zorder=0, label=self.diagonal)
         if self.level is not None:
             axes.axhline(self.level, color="black", linewidth=0.8, linestyle="--")
         # a linear axis holds zero, so that lengths on it can be compared, and ends behind the last point, which
@@ -69,16 +56,9 @@ class Lines:
             bottom = 1.05 * start if curves and start < 0 else 0
             top = 1.05 * end if curves and end > 0 else 0 if bottom else None
             axes.set(**{f"{axis}scale": "log"} if axis in self.log else {f"{axis}lim": (bottom, top)})
-        axes.set_xlabel(self.xlabel)
-        axes.set_ylabel(self.ylabel)
+        axes.set(xlabel=self.xlabel, ylabel=self.ylabel)
         if len(curves) > 1:
             axes.legend(frameon=False, fontsize="x-small")
-
-    def _keys(self, row: Row) -> Mapping[str, str]:
-        """Keys of the row's values by the name of their line."""
-        if not isinstance(self.y, str):
-            return self.y
-        return {row[self.by] if isinstance(self.by, str) else self.by(row): self.y}
 
 
 @dataclass(frozen=True)
@@ -91,7 +71,6 @@ class Bars:
     xlabel: str
 
     def draw(self, axes: Any) -> None:
-        """With the parts' names in a legend."""
         found = [self.parts(row) for row in self.rows]
         starts = [0.0] * len(found)
         for name in in_order(found):
@@ -107,10 +86,10 @@ class Bars:
 
 @dataclass(frozen=True)
 class Quality:
-    """Quality against time to first token: hollow cold, filled cached (EPIC Fig. 6). Refused methods are left out.
+    """Quality against time to first token: hollow cold, filled cached (EPIC Fig. 6), a dotted line without times.
 
     Args:
-        rows: of `summarize`. metric: em, f1, contains or rouge_l. name: of the questions.
+        rows: of `summarize`; refused methods are left out. metric: of `METRICS`. name: of the questions.
     """
 
     rows: Sequence[Row]
@@ -118,7 +97,6 @@ class Quality:
     name: str = ""
 
     def draw(self, axes: Any) -> None:
-        """One pair of markers per method; a dotted line for a method without times."""
         for number, row in enumerate(row for row in self.rows if not row.get("refused")):
             name, height, look = row["method"], 100 * row[self.metric], _look(number)
             if row["ttft_cold_s"] is None or name == NO_DOCUMENTS:
@@ -129,8 +107,8 @@ class Quality:
             axes.plot(times[:1], [height], **look, markerfacecolor="white")
         axes.margins(y=0.12)
         axes.set_xlim(left=0)
-        axes.set_xlabel("time to first token, ms (hollow: cold, filled: cached)")
-        axes.set(ylabel=METRICS[self.metric], title=self.name)
+        xlabel = "time to first token, ms (hollow: cold, filled: cached)"
+        axes.set(xlabel=xlabel, ylabel=METRICS[self.metric], title=self.name)
         _legend_beside(axes)
 
 
@@ -140,22 +118,21 @@ class Frontier:
 
     Args:
         rows: of `summarize`; those that are refused, have no KL or no documents are left out.
-        cost: of a row; None: no point.
+        cost: key of what it costs; where that is None there is no point.
     """
 
     rows: Sequence[Row]
-    cost: Callable[[Row], float | None]
+    cost: str
     xlabel: str
     name: str = ""
 
     def draw(self, axes: Any) -> None:
-        """Each point with its name beside it."""
         from matplotlib.ticker import LogLocator, NullLocator
 
         # numbered as in `Quality`, whose legend stands for both
         asked = enumerate(row for row in self.rows if not row.get("refused"))
         shown = ((number, row) for number, row in asked if row.get("kl") and row["method"] != NO_DOCUMENTS)
-        points = [(number, row, cost) for number, row in shown if (cost := self.cost(row)) is not None]
+        points = [(number, row, row[self.cost]) for number, row in shown if row[self.cost] is not None]
         most = max((cost for *_, cost in points), default=1.0)
         for place, (number, row, cost) in enumerate(sorted(points, key=lambda point: -point[1]["kl"])):
             low, high = row["intervals"]["kl"]
@@ -173,6 +150,9 @@ class Frontier:
         axes.yaxis.set_minor_locator(NullLocator())
         axes.yaxis.set_major_formatter("{x:g}")
         axes.set(xlabel=self.xlabel, ylabel="KL to full recompute, nats/token", title=self.name)
+
+
+Panel = Lines | Bars | Quality | Frontier
 
 
 def draw(panels: Sequence[Panel], path: str | Path, *, title: str = "") -> Path:
@@ -207,13 +187,7 @@ Curve = Sequence[tuple[int, float]]
 
 
 def plot_training(
-    losses: Curve,
-    path: str | Path,
-    *,
-    heldout: Curve = (),
-    closed: Curve = (),
-    loss: str = "loss per target token",
-    title: str = "",
+    losses: Curve, path: str | Path, *, heldout: Curve, closed: Curve, loss: str = "loss per target token", title: str
 ) -> Path:
     """The loss over optimizer steps, on held-out data too, and beside it the share of the KL closed, where measured.
 
@@ -221,16 +195,14 @@ def plot_training(
         loss: what it is, and in which unit.
 
     Raises:
-        ImportError: if matplotlib is not installed (the `demo` extra brings it).
+        ImportError: as `draw` does.
     """
-
-    def panel(curves: Mapping[str, Curve], ylabel: str, scale: float = 1.0) -> Lines:
-        rows = [{"line": n, "step": step, "value": value} for n, curve in curves.items() for step, value in curve]
-        return Lines(rows, "step", "value", "step", ylabel, by="line", scale=scale)
-
-    panels = [panel({"training": losses, "held-out": heldout}, loss)]
+    steps = [("training", losses), ("held-out", heldout)]
+    rows = [{"line": line, "step": step, "value": value} for line, curve in steps for step, value in curve]
+    panels = [Lines(rows, "step", "value", "step", loss, by="line")]
     if closed:
-        panels.append(panel({"KL closed": closed}, "held-out: KL closed, %", 100))
+        shares = [{"step": step, "value": value} for step, value in closed]
+        panels.append(Lines(shares, "step", {"": "value"}, "step", "held-out: KL closed, %", scale=100))
     return draw(panels, path, title=title)
 
 

@@ -1,4 +1,4 @@
-"""Results as JSON that says how they were made: argv, versions, commit, machine."""
+"""Results as JSON that says how they were made; and journals: rows of a run that may be broken off and gone on with."""
 
 from __future__ import annotations
 
@@ -28,11 +28,14 @@ def environment(**settings: Any) -> dict[str, Any]:
     """
     import torch
 
+    called = Path(sys.argv[0])
+    # ``python -m package.module`` has the module's file here
+    program = f"python -m {called.parent.name}.{called.stem}" if called.suffix == ".py" else called.name
     gpus = [torch.cuda.get_device_name(index) for index in range(torch.cuda.device_count())]
     installed = {dist.name.lower(): dist.version for dist in metadata.distributions() if dist.name}
     versions = {package: installed[package] for package in PACKAGES if package in installed}
     return {
-        "argv": [_program(sys.argv[0]), *public(sys.argv[1:], here=True)],
+        "argv": [program, *public(sys.argv[1:], here=True)],
         # torch says what it was built for, which its metadata may not name
         "versions": {"python": platform.python_version(), "torch": torch.__version__, **versions},
         "commit": _commit(),
@@ -95,12 +98,6 @@ def check_writable(folder: str | Path, *names: str) -> None:
         raise ValueError(f"{path} is a folder, where a file is to be written: take it away")
 
 
-def _program(path: str) -> str:
-    """A command by its name; ``python -m package.module`` has the module's file here."""
-    file = Path(path)
-    return f"python -m {file.parent.name}.{file.stem}" if file.suffix == ".py" else file.name
-
-
 def _plain(value: Any) -> Any:
     """Dataclasses (times with their quartiles) by their fields; paths and dtypes by their names."""
     return vars(value) if hasattr(value, "__dataclass_fields__") else str(value)
@@ -116,3 +113,58 @@ def _commit() -> str | None:
     except (OSError, subprocess.SubprocessError):
         return None
     return described.stdout.strip() or None
+
+
+class Journal:
+    """Rows that were written before, and those that are added now.
+
+    Args:
+        path: of the file; None keeps rows in memory only.
+        made_with: what all rows depend on. It is the file's first line.
+
+    Raises:
+        ValueError: for a file whose rows were made with something else.
+    """
+
+    def __init__(self, path: Path | None, made_with: Mapping[str, Any]) -> None:
+        self.path = path
+        self.rows: list[dict[str, Any]] = []
+        expected = json.loads(json.dumps(made_with))
+        if path is None:
+            return
+        content = path.read_bytes() if path.exists() else b""
+        end = content.rfind(b"\n") + 1
+        if end < len(content):  # a broken-off run has left half a line
+            with path.open("r+b") as file:
+                file.truncate(end)
+        if end:
+            try:
+                # not splitlines: JSON strings may hold U+2028 and the like
+                first, *self.rows = map(json.loads, content[:end].decode("utf-8").split("\n")[:-1])
+            except json.JSONDecodeError as error:
+                raise ValueError(
+                    f"{path} is damaged, line by line it is not JSON ({error}): choose another --out, or remove it"
+                ) from error
+            differing = [name for name in {**expected, **first} if first.get(name) != expected.get(name)]
+            if differing:
+                name = differing[0]
+                raise ValueError(
+                    f"{path} holds answers that were made with {name}={first.get(name)!r}, now it is "
+                    f"{expected.get(name)!r}: choose another --out, or remove the file"
+                )
+        else:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            self._write(expected)
+
+    def add(self, row: dict[str, Any]) -> None:
+        """One more row, which is on disk when this returns."""
+        self.rows.append(row)
+        if self.path is not None:
+            self._write(row)
+
+    def _write(self, row: Mapping[str, Any]) -> None:
+        assert self.path is not None
+        with self.path.open("a", encoding="utf-8") as file:
+            file.write(json.dumps(row, ensure_ascii=False) + "\n")
+            file.flush()
+            os.fsync(file.fileno())

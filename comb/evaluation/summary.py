@@ -8,8 +8,8 @@ from typing import Any
 
 from comb.documents.document import Example
 from comb.evaluation.compare import compare, measure_times, question_name
-from comb.evaluation.journal import Journal
 from comb.evaluation.metrics import agreement, bootstrap, contains, exact_match, f1, rouge_l
+from comb.evaluation.record import Journal
 from comb.evaluation.setting import NO_DOCUMENTS, AnswerRules, Setting
 from comb.evaluation.table import Column, Row, TextTable, Timing, divergence, fixed, ms, percent
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import statistics
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -84,8 +84,12 @@ class TextTable:
     def notes(self) -> list[str]:
         """What columns mean, the remarks, and why rows were refused."""
         meanings = [f"{column.name}: {column.note}." for column in self.columns if column.note]
-        refused = ((self._name(row), row["refused"]) for row in self.rows if row.get("refused"))
-        return [*([" ".join(meanings)] if meanings else []), *self.remarks, *refusals(refused)]
+        refused: dict[str, dict[str, None]] = {}  # names by reason: one line for each
+        for row in self.rows:
+            if row.get("refused"):
+                refused.setdefault(row["refused"], {})[self._name(row)] = None
+        reasons = (f"{', '.join(names)} refused: {reason}" for reason, names in refused.items())
+        return [*([" ".join(meanings)] if meanings else []), *self.remarks, *reasons]
 
     def _name(self, row: Row) -> str:
         """``naive at offered/s 2``."""
@@ -127,12 +131,21 @@ class FittedTable:
         )
         said, rest, title = [*range(leading)], [*range(leading, len(self.names))], self.title
         while True:
-            count = next(
-                (n for n in range(len(rest), 1, -1) if self._width([*said, *rest[:n]]) <= options.max_width), 1
-            )
+            room = (n for n in range(len(rest), 1, -1) if self._width([*said, *rest[:n]]) <= options.max_width)
+            count = next(room, 1)
             shown, rest = [*said, *rest[:count]], rest[count:]
+            caption = escape(self.caption) if self.caption and not rest else None
+            table = Table(
+                title=title, caption=caption, title_justify="left", caption_justify="left", box=SIMPLE_HEAD,
+                pad_edge=False, collapse_padding=True,
+            )  # fmt: skip
             fits = self._width(shown) <= options.max_width
-            yield self._table(shown, title, None if rest else self.caption, fold=not fits)
+            for name in (self.names[place] for place in shown):
+                justify: Literal["left", "right"] = "left" if name in self.left else "right"
+                table.add_column(name, justify=justify, overflow="fold", no_wrap=fits)
+            for line in self.lines:
+                table.add_row(*(line[place] for place in shown))
+            yield table
             if not rest:
                 return
             title = None
@@ -141,26 +154,6 @@ class FittedTable:
         """In columns of the terminal, of a table of these columns; two are between two of them, and one at each end."""
         cells = ((self.names[place], *(line[place] for line in self.lines)) for place in places)
         return sum(max(map(cell_len, column)) for column in cells) + 2 * len(places)
-
-    def _table(self, places: Sequence[int], title: str | None, caption: str | None, *, fold: bool) -> Table:
-        table = Table(
-            title=title, caption=escape(caption) if caption else None, title_justify="left", caption_justify="left",
-            box=SIMPLE_HEAD, pad_edge=False, collapse_padding=True,
-        )  # fmt: skip
-        for name in (self.names[place] for place in places):
-            justify: Literal["left", "right"] = "left" if name in self.left else "right"
-            table.add_column(name, justify=justify, overflow="fold", no_wrap=not fold)
-        for line in self.lines:
-            table.add_row(*(line[place] for place in places))
-        return table
-
-
-def refusals(items: Iterable[tuple[str, str]]) -> list[str]:
-    """``a, b refused: reason``, one line per reason."""
-    by_reason: dict[str, dict[str, None]] = {}
-    for name, reason in items:
-        by_reason.setdefault(reason, {})[name] = None
-    return [f"{', '.join(names)} refused: {reason}" for reason, names in by_reason.items()]
 
 
 def ms(seconds: Timing | float) -> str:

@@ -10,7 +10,7 @@ from datasets import Dataset
 from comb.documents.datasets import DATA
 from comb.documents.document import Document
 from comb.evaluation.metrics import exact_match, f1
-from comb.evaluation.sets import read_sets
+from comb.evaluation.setting import read_sets
 
 SETS = Path(__file__).parents[1] / "evaluation.yaml"
 

@@ -13,14 +13,14 @@ import torch
 from typer.testing import CliRunner
 
 from comb import CombForCausalLM, Document, Example
+from comb.bench import benchmarks
+from comb.bench.context_length import measure_context_length, peak_memory
 from comb.bench.context_length import tables as length_tables
-from comb.bench.drift import measure_drift
+from comb.bench.drift import measure_drift, without_full_layers
 from comb.bench.drift import tables as drift_tables
-from comb.bench.harness import BenchmarkReport, OutOptions, benchmark, benchmarks
+from comb.bench.harness import BenchmarkReport, OutOptions, benchmark
 from comb.bench.options import integers, numbers, split_methods
-from comb.bench.work.first_tokens import measure_context_length, peak_memory, running_maximum
 from comb.bench.work.random_prompts import RandomPrompt, random_model
-from comb.bench.work.state_drift import without_full_layers
 from comb.cli import main as cli
 from comb.documents.document import PromptBuilder
 from comb.evaluation.compare import linked
@@ -125,12 +125,6 @@ def test_numbers_are_sorted_and_checked() -> None:
 # --- memory -------------------------------------------------------------------------------------------------------
 
 
-def test_running_maximum() -> None:
-    assert running_maximum([4, 4, -8, 6, 1]) == 8
-    assert running_maximum([-3, 2]) == 0
-    assert running_maximum([]) == 0
-
-
 def test_peak_memory_counts_tensors() -> None:
     kept = torch.zeros(1000)
 
@@ -218,7 +212,7 @@ def test_lengths_are_compared_within_a_repeat() -> None:
 
 
 def test_no_ratio_is_printed_over_a_failing_check(monkeypatch: pytest.MonkeyPatch) -> None:
-    from comb.methods.base import DecodeState
+    from comb.methods.decode_state import DecodeState
 
     model = random_model(layers=2, hidden=32, heads=2, kv_heads=1, vocab=64, positions=80)
     right = DecodeState.logits.fget  # type: ignore[attr-defined]  # a property

@@ -23,10 +23,9 @@ from comb.documents.datasets import Counts, read_dataset
 from comb.documents.document import PromptBuilder
 from comb.engine.engine import PICEngine
 from comb.evaluation.compare import compare, kl_divergence, measure_times
-from comb.evaluation.journal import Journal
 from comb.evaluation.plot import Frontier, Quality
-from comb.evaluation.sets import read_sets, spread
-from comb.evaluation.setting import AnswerRules, Setting, drop_too_long
+from comb.evaluation.record import Journal
+from comb.evaluation.setting import AnswerRules, Setting, drop_too_long, read_sets, spread
 from comb.evaluation.summary import comparison_tables, summarize
 from comb.evaluation.table import Row, Timing
 from comb.model.source import load_named
@@ -501,7 +500,7 @@ def test_the_frontier_shows_each_method_at_its_cost() -> None:
         {"method": "none", "refused": "", "kl": 3.0, "intervals": {"kl": (2.0, 4.0)}, "computed_tokens": 1},
     ]
     axes, beside = Figure().subplots(2)
-    Frontier(rows, lambda row: row["computed_tokens"], "tokens", "squad").draw(axes)
+    Frontier(rows, "computed_tokens", "tokens", "squad").draw(axes)
     Quality([{**row, "em": 0.5, "ttft_cold_s": None} for row in rows], "em").draw(beside)
     colours = [line.get_color() for line in beside.lines]  # one method is one colour in both, as there is one legend
     assert [container.lines[0].get_color() for container in axes.containers] == colours[1:3]
@@ -518,14 +517,19 @@ def test_methods_are_drawn_by_how_much_sooner_they_answer_than_full_recompute() 
 
     rows = [row("full", 2.0), row("naive", 0.1), row("untimed", None), {**row("gone", None), "refused": "why"}]
     (sooner,) = [each for each in panels(rows, "em") if isinstance(each, Frontier) and "sooner" in each.xlabel]
-    assert [sooner.cost(each) for each in rows] == [1.0, 20.0, None, None]
+    assert [(row["method"], row[sooner.cost]) for row in sooner.rows] == [
+        ("full", 1.0),
+        ("naive", 20.0),
+        ("untimed", None),
+    ]
 
 
 def test_bytes_have_a_plot_where_methods_keep_other_numbers_of_them() -> None:
     def xlabels(**kept: float) -> list[str]:
         rows = [
             {"set": "squad", "method": name, "refused": "", "computed_tokens": 5, "ttft_cold_s": None,
-             "cache_bytes_per_document_token": count} for name, count in {"full": 0, **kept, "none": 0}.items()
+             "ttft_cached_s": None, "cache_bytes_per_document_token": count}
+            for name, count in {"full": 0, **kept, "none": 0}.items()
         ]  # fmt: skip
         return [panel.xlabel for panel in panels(rows, "em") if isinstance(panel, Frontier)]
 

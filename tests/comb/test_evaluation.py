@@ -84,7 +84,7 @@ def test_plots_are_written_and_hold_the_last_point_of_a_curve_far_from_zero(tmp_
     timing = Timing(0.01, 0.005, 0.02, 3)
     for path in (
         draw([Quality([row(timing=timing), row("none")])], tmp_path / "a" / "results.png", title="held-out"),
-        plot_training([(1, 2.0), (2, 1.0)], tmp_path / "loss.png"),
+        plot_training([(1, 2.0), (2, 1.0)], tmp_path / "loss.png", heldout=[(2, 1.5)], closed=[(2, 0.4)], title="t"),
     ):
         assert path.read_bytes().startswith(b"\x89PNG")
     _, axes = pyplot.subplots()
@@ -94,6 +94,6 @@ def test_plots_are_written_and_hold_the_last_point_of_a_curve_far_from_zero(tmp_
         assert low == 0
         assert high > 1.04 * last
     _, axes = pyplot.subplots()
-    Lines([{"step": 0, "closed": -1.6}, {"step": 4, "closed": -0.3}], "step", "closed", "", "", by=str).draw(axes)
+    Lines([{"step": 0, "closed": -1.6}, {"step": 4, "closed": -0.3}], "step", {"": "closed"}, "", "").draw(axes)
     assert axes.get_ylim() == pytest.approx((-1.68, 0))  # worse than without documents
     pyplot.close("all")

@@ -12,7 +12,7 @@ from torch import nn
 
 from comb import CombForCausalLM, PICEngine, methods
 from comb.backbones.discovery import inspect_backbone
-from comb.bench.work.state_drift import drift_of, exact_states
+from comb.bench.drift import drift_of, exact_states
 from comb.cache.picache import PICacheError, deserialize, serialize
 from comb.cache.store import PICacheStore
 from comb.cli.doctor import check_methods

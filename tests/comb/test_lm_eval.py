@@ -19,7 +19,7 @@ from lm_eval.tasks import TaskManager
 
 from comb.evaluation.lm_eval import CombLM
 from comb.evaluation.metrics import f1
-from comb.evaluation.sets import read_sets
+from comb.evaluation.setting import read_sets
 from tests.helpers.plugin import nano_adapter as nano_adapter
 
 ROOT = Path(__file__).parents[2]

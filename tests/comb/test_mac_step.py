@@ -12,7 +12,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from comb.bench.work.mac_stream import StreamSpec, error_between, make_stream, run_stream
+from comb.bench.mac import error_between
+from comb.bench.work.mac_stream import StreamSpec, make_stream, run_stream
 from comb.kernels.mac.mac_config import MacConfig
 from comb.kernels.mac.state import EMPTY, MacState, RingEntries
 from comb.kernels.mac.step import attend, find_match, merge

@@ -12,10 +12,9 @@ import yaml
 from typer.testing import CliRunner
 
 from comb.bench import paper as module
-from comb.bench.paper import BENCHMARKS, FORMS, PAPERS, PaperRow, measured, tables
-from comb.bench.work.formulas import FORMULAS
+from comb.bench.paper import BENCHMARKS, FORMS, FORMULAS, PAPERS, PaperRow, measured, tables
 from comb.cli import main as cli
-from comb.evaluation.sets import read_sets
+from comb.evaluation.setting import read_sets
 from comb.evaluation.table import Timing
 
 runner = CliRunner()
@@ -53,7 +52,7 @@ def test_a_protocol_names_what_there_is(name: str) -> None:
 @pytest.mark.parametrize("name", PAPERS)
 def test_without_measurements_our_column_is_empty(name: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr(module, "_rows", lambda name, options: [])
-    monkeypatch.setattr("comb.bench.work.formulas.FORMULAS", dict.fromkeys(FORMULAS, list))
+    monkeypatch.setattr(module, "FORMULAS", dict.fromkeys(FORMULAS, list))
     assert runner.invoke(cli.app, ["bench", "paper", name, "--out", str(tmp_path / "p.json")]).exit_code == 0
     rows = json.loads((tmp_path / "p.json").read_text(encoding="utf-8"))["results"]
     assert any(row["paper"] != "plotted" for row in rows)

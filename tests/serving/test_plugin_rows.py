@@ -15,7 +15,7 @@ import torch
 
 from comb.kernels.paged.attention import attend_row
 from comb.model.config import CombEncoderConfig
-from comb_serving.pool.capability import KEY, MARK, Capability, PoolHandle, pack
+from comb_serving.pool.capability import KEY, MARK, Capability, PoolHandle, digest, pack
 from comb_serving.pool.shared_pool import PoolLayout, SharedPool
 from comb_serving.vllm.admission import check_arguments
 from comb_serving.vllm.decoder_pool import rank_layout, total_bytes
@@ -37,8 +37,8 @@ def verified(token: object) -> Capability:
     return Capability.verify(token, SECRET)
 
 
-def token(*handles: PoolHandle, request_id: str = "", secret: bytes = SECRET) -> str:
-    return Capability(request_id, MARK, tuple(pack(handles)), ()).sign(secret)
+def token(*handles: PoolHandle, request_id: str = "", secret: bytes = SECRET, **more: Any) -> str:
+    return Capability(request_id, MARK, tuple(pack(handles)), **{"prompts": (), **more}).sign(secret)
 
 
 @pytest.mark.parametrize(("tokens", "heads", "kv_heads"), [(1, 6, 2), (7, 6, 2), (3, 4, 4), (5, 4, 1)])
@@ -59,28 +59,42 @@ def test_rows_follow_requests_through_the_batch(documents: RequestDocuments) -> 
     documents.add("x", token(A, B))
     documents.add("y", None)
     documents.add("z", token(B))
-    documents.begin(["y", "z", "x"], [0, 2, 3, 6])
+    documents.begin(["y", "z", "x"], [0, 2, 3, 6], [0, 0, 0])
     z, x = documents.step.rows
     assert (z.start, z.stop, z.table.slots().tolist()) == (2, 3, [0, 1, 2, 3])
     assert (x.start, x.stop, x.table.slots().tolist()) == (3, 6, [12, 13, 14, 15, 4, 0, 1, 2, 3])
     assert documents.step.tokens(torch.device("cpu")).tolist() == [2, 3, 4, 5]
-    documents.begin(["x", "warm-up"], [0, 1, 5])
+    documents.begin(["x", "warm-up"], [0, 1, 5], [0, 0])
     assert [(row.start, row.stop) for row in documents.step.rows] == [(0, 1)]
     documents.begin_without()
     assert documents.step.rows == ()
 
 
+def test_the_prefix_of_a_prompt_reads_no_documents(documents: RequestDocuments) -> None:
+    """In whatever parts it is computed: whole, in chunks, behind what vLLM's cache has of it."""
+    prompt, other = [7, 8, 9, 10, 11], [7, 9]
+    documents.add("x", token(A, prompts=(digest(other), digest(prompt)), prefixes=(1, 3)), prompt)
+    for starts, computed, rows in (
+        ([0, 5], 0, [(3, 5)]), ([0, 2], 0, []), ([0, 3], 2, [(1, 3)]), ([0, 2], 3, [(0, 2)]), ([0, 1], 5, [(0, 1)]),
+    ):  # fmt: skip
+        documents.begin(["x"], starts, [computed])
+        assert [(row.start, row.stop) for row in documents.step.rows] == rows
+    documents.add("x", token(A, prompts=(digest(other), digest(prompt)), prefixes=(1, 3)), other)
+    documents.begin(["y", "x"], [0, 4, 6], [0, 0])
+    assert [(row.start, row.stop) for row in documents.step.rows] == [(5, 6)]
+
+
 def test_an_id_that_comes_again_has_its_new_documents_or_none(documents: RequestDocuments) -> None:
     documents.add("x", token(A))
     documents.add("x", token(B))
-    documents.begin(["x"], [0, 1])
+    documents.begin(["x"], [0, 1], [0])
     assert documents.step.rows[0].table.slots().tolist() == [0, 1, 2, 3]
     documents.add("x", None)
-    documents.begin(["x"], [0, 1])
+    documents.begin(["x"], [0, 1], [0])
     assert not documents.step.rows
     documents.add("x", token(A))
     documents.keep(["y"])
-    documents.begin(["x"], [0, 1])
+    documents.begin(["x"], [0, 1], [0])
     assert not documents.step.rows
     with pytest.raises(ValueError, match="the pool has 6"):
         documents.add("x", token(PoolHandle(1, (6,))))
@@ -91,7 +105,7 @@ def test_an_id_that_comes_again_has_its_new_documents_or_none(documents: Request
     with pytest.raises(ValueError, match="the documents of request y"):
         documents.add("x", token(A, request_id="y"))
     documents.add("x", token())  # documents that stand in its prompt
-    documents.begin(["x"], [0, 1])
+    documents.begin(["x"], [0, 1], [0])
     assert not documents.step.rows
 
 
@@ -99,16 +113,16 @@ def test_a_step_in_which_cross_blocks_were_left_out_is_an_error(documents: Reque
     documents.blocks = 2
     documents.add("x", token(A))
     for mixed in (0, 1):
-        documents.begin(["x"], [0, 1])
+        documents.begin(["x"], [0, 1], [0])
         documents.mixed = mixed
         with pytest.raises(RuntimeError, match=f"{2 - mixed} of 2 cross blocks were not run"):
             documents.end()
-    documents.begin(["x"], [0, 1])
+    documents.begin(["x"], [0, 1], [0])
     with pytest.raises(RuntimeError, match="were not run"):
         documents.begin_without()
-    documents.begin(["x"], [0, 1])
+    documents.begin(["x"], [0, 1], [0])
     documents.mixed = 2
-    documents.begin(["y"], [0, 1])  # no documents, nothing to run
+    documents.begin(["y"], [0, 1], [0])  # no documents, nothing to run
     documents.end()
 
 
@@ -128,13 +142,13 @@ def test_ranks_divide_the_pool() -> None:
 
 def test_index_tensors_are_made_once_a_step(documents: RequestDocuments) -> None:
     documents.add("x", token(A, B))
-    documents.begin(["x"], [0, 2])
+    documents.begin(["x"], [0, 2], [0])
     step, cpu = documents.step, torch.device("cpu")
     assert step.batch is step.batch
     assert step.tokens(cpu) is step.tokens(cpu)
     assert step.batch.counts == (2,)
     table = step.batch.tables[0]
-    documents.begin(["x"], [0, 1])
+    documents.begin(["x"], [0, 1], [0])
     assert documents.step.batch is not step.batch
     assert documents.step.batch.tables[0] is table  # a request's blocks don't change
     assert table.slots() is table.slots()

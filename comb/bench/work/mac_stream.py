@@ -145,9 +145,3 @@ def run_stream(stream: Stream, config: MacConfig, chunk: int = 1) -> Row:
         "read_per_step": int(counted.sum()) / searches, "exact_per_step": keys_exact / searches,
         "errors": errors, "error_mean": fmean(errors),
     }  # fmt: skip
-
-
-def error_between(row: Row, first: float, last: float) -> float:
-    """Mean error of the steps between two shares of the decode, such as 0.9 and 1."""
-    errors = row["errors"]
-    return fmean(errors[int(first * len(errors)) : max(1, int(last * len(errors)))])

@@ -74,14 +74,15 @@ class RequestDocuments:
     room: Tensor | None = None
     full_graphs: bool = False
     _written: StepDocuments | None = None
-    _tables: dict[str, BlockTable] = field(default_factory=dict)
+    _tables: dict[str, tuple[BlockTable, int]] = field(default_factory=dict)  # and how many first tokens read nothing
     _tokens: dict[str, object] = field(default_factory=dict)
 
-    def add(self, request_id: str, token: object) -> None:
+    def add(self, request_id: str, token: object, prompt: Sequence[int] | None = None) -> None:
         """Looks up a request's documents; the same token under the same id again costs nothing.
 
         Args:
             token: its signed capability; None without documents.
+            prompt: its token ids.
 
         Raises:
             ValueError: for what `admission` and `scheduler` would have refused.
@@ -103,7 +104,7 @@ class RequestDocuments:
         layout = self.pool.layout
         handles = unpack(capability.documents, num_blocks=layout.num_blocks, block_size=layout.block_size)
         documents = [(handle.tokens, handle.blocks) for handle in handles]
-        self._tables[request_id] = BlockTable(documents, layout.block_size)
+        self._tables[request_id] = BlockTable(documents, layout.block_size), capability.prefix_of(prompt)
 
     def remove(self, request_id: str) -> None:
         """Forgets a request; one that isn't known is no error."""
@@ -115,16 +116,22 @@ class RequestDocuments:
         for gone in self._tokens.keys() - set(request_ids):
             self.remove(gone)
 
-    def begin(self, request_ids: Sequence[str], starts: Sequence[int]) -> None:
-        """Sets the step: request i's tokens are ``starts[i] .. starts[i + 1] - 1`` of the batch."""
+    def begin(self, request_ids: Sequence[str], starts: Sequence[int], computed: Sequence[int]) -> None:
+        """Sets the step: request i's tokens are ``starts[i] .. starts[i + 1] - 1`` of the batch.
+
+        Args:
+            computed: tokens of each request that are in vLLM's cache already.
+        """
         self.end()
-        self.step = StepDocuments(
-            tuple(
-                RequestRows(int(starts[index]), int(starts[index + 1]), self._tables[name])
-                for index, name in enumerate(request_ids)
-                if name in self._tables and starts[index + 1] > starts[index]
-            )
-        )
+        rows = []
+        for index, name in enumerate(request_ids):
+            if name not in self._tables:
+                continue
+            table, prefix = self._tables[name]
+            start, stop = int(starts[index]) + max(0, prefix - int(computed[index])), int(starts[index + 1])
+            if stop > start:
+                rows.append(RequestRows(start, stop, table))
+        self.step = StepDocuments(tuple(rows))
 
     def begin_without(self) -> None:
         """Sets a step without documents: profiling, warm-up, graph capture."""
