@@ -12,10 +12,9 @@ from comb.backbones.forward import counted_passes
 from comb.backbones.identity import exclusive
 from comb.cache.picache import CrossPICache, PICache
 from comb.linking.support import takes_padded_rows
-from comb.methods.base import DecodeState, LinkRequest, Method
-from comb.methods.continuation import continue_tokens, pass_size, why_not_continue
-from comb.methods.past_state import PastState
-from comb.methods.prefixes import behind_prefix
+from comb.methods.base import LinkRequest, Method
+from comb.methods.decode_state import DecodeState, PastState, pass_size, why_not_continue
+from comb.methods.prefix import behind_prefix
 from comb.methods.registry import register
 from comb.waits import all_finite
 
@@ -111,7 +110,7 @@ class Comb(Method):
         self._check(row)
         prompt = _own(row)
         self.check_prompt(0, len(prompt))
-        state = continue_tokens(self, past, prompt[len(past.token_ids) :])
+        state = self.continue_tokens(past, prompt[len(past.token_ids) :])
         state.model = self.model
         return self._reading(state, [row])
 

@@ -1,9 +1,8 @@
 """Fronts: what documents are compiled behind, and what no linked prompt holds.
 
-What stands at the start of a prompt becomes its attention sink, with keys and values unlike all others. Compiled alone,
-each document has one of its own, and a linked prompt as many as documents. Behind a front a document's tokens are what
-they are in the middle of a text. The front is dropped, so the linked prompt has no token more; where it begins with a
-document, its first token is computed again, to be the one sink that it needs.
+What stands at the start of a prompt becomes its attention sink. Compiled alone, each document has one of its own;
+behind a front its tokens are what they are in the middle of a text. The front is dropped; where a linked prompt begins
+with a document, its first token is computed again, to be the one sink that it needs.
 """
 
 from __future__ import annotations
@@ -12,7 +11,7 @@ from abc import abstractmethod
 from collections.abc import Mapping, Sequence
 from hashlib import sha256
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any, ClassVar, TypeVar
 
 import torch
 
@@ -21,10 +20,13 @@ from comb.backbones.discovery import start_token_id, text_config
 from comb.backbones.identity import backbone_of, identity_of, weights_fingerprint
 from comb.backbones.rotary import compile_limit, primer_limit
 from comb.backbones.tokenizer import own_tokenizer, primer_ids
-from comb.cache.picache import DecoderPICache
-from comb.linking.compile import compile_tokens
-from comb.methods.base import DecodeState, LinkRequest, Method
-from comb.methods.past_state import PastState
+from comb.cache.picache import DecoderPICache, PICache
+from comb.linking.passes import compile_tokens
+from comb.linking.positions import UnmovableError
+from comb.methods.base import LinkRequest, Method
+from comb.methods.decode_state import DecodeState, PastState
+
+P = TypeVar("P", bound=PICache)
 
 FrontChoice = str | Sequence[int]
 """``none``; ``dummies:n``, BOS tokens; ``prose``, a passage that comb has; a text file; token ids; ``adapter``, what
@@ -36,8 +38,6 @@ DUMMIES = "dummies"
 class Front:
     """Tokens whose keys and values the backbone computes; none by default."""
 
-    trained: ClassVar[bool] = False
-
     def __init__(self, token_ids: Sequence[int] = ()) -> None:
         self.token_ids = tuple(token_ids)
 
@@ -47,10 +47,7 @@ class Front:
         return f"/{sha256(str(self.token_ids).encode()).hexdigest()[:12]}" if self.token_ids else ""
 
     def compiled(self, backbone: Any) -> list[DecoderPICache]:
-        """Its keys and values, computed once for each state of the weights; nothing if there is none.
-
-        The caller holds the backbone's lock.
-        """
+        """Its keys and values, computed once for each state of the weights. The caller holds the backbone's lock."""
         if not self.token_ids:
             return []
         kept: dict[str, DecoderPICache] = identity_of(backbone).fact(("front", self.token_ids), dict)
@@ -60,14 +57,7 @@ class Front:
 
 
 class TrainedFront(Front):
-    """Learned keys and values; `token_ids` are placeholders.
-
-    Args:
-        learned: the adapter's `comb.linktokens.front.LearnedFront`.
-        placeholder: the token id that stands for each of them.
-    """
-
-    trained = True
+    """An adapter's learned keys and values (`comb.linktokens.front.LearnedFront`); `token_ids` are placeholders."""
 
     def __init__(self, learned: Any, placeholder: int) -> None:
         super().__init__([placeholder] * learned.length)
@@ -84,22 +74,24 @@ class TrainedFront(Front):
 
 
 class TakesFront(Method):
-    """A method whose segments may be compiled behind something that linked prompts don't have.
-
-    Args:
-        front: a `FrontChoice`.
-    """
+    """A method whose segments may be compiled behind something that linked prompts don't have (a `FrontChoice`)."""
 
     default_front: ClassVar[str] = "none"
 
     def __init__(self, model: Any, *, front: FrontChoice | None = None, **parameters: Any) -> None:
         super().__init__(model, **parameters)
-        self.check_model()  # first: a model that can't be linked at all may have no tokenizer either
+        try:  # first: a model that can't be linked at all may have no tokenizer either
+            self.check_model()
+        except UnmovableError as reason:
+            raise ValueError(
+                f"method {self.name!r} can't be used with this model: {reason}; use method='full', or 'comb' with a "
+                "trained encoder"
+            ) from reason
         self.front = front_of(self.default_front if front is None else front, model, self.name)
 
     @abstractmethod
     def check_model(self) -> None:
-        """Raises ValueError for a model that this method can't link; the message says why."""
+        """Raises UnmovableError or ValueError for a model that this method can't link; the message says why."""
 
     @property
     def compiled_behind(self) -> Sequence[int]:
@@ -113,10 +105,33 @@ class TakesFront(Method):
         """`link_row` behind `past`, whose keys, values and states are copied; nothing in there is computed again."""
         return self.link_row(row, past)
 
-    def check_row(self, row: LinkRequest, past: PastState | None) -> None:
-        """Raises ValueError when a row behind `past` leaves no position to answer in."""
+    def owned(self, row: LinkRequest, past: PastState | None, kind: type[P], *, links: str, made_by: str) -> list[P]:
+        """A row's PICaches.
+
+        Args:
+            links: what a PICache of this `kind` holds, for the message.
+            made_by: what may have compiled one with another fingerprint, for the message.
+
+        Raises:
+            ValueError: for a PICache of another method, model or dtype, and when a row behind `past` leaves no position
+                to answer in.
+        """
+        fingerprint, found = self.fingerprint, list[P]()  # to ask for a fingerprint is a walk over the weights
+        for picache in row.picaches:
+            if not isinstance(picache, kind):
+                raise ValueError(
+                    f"method {self.name!r} links {links}, got a {type(picache).__name__}: PICaches can't be linked by "
+                    "another method than the one that compiled them"
+                )
+            if picache.fingerprint != fingerprint:
+                raise ValueError(
+                    f"this PICache was compiled by {made_by} (fingerprint {picache.fingerprint}, method {self.name!r} "
+                    f"on this model has {fingerprint}): compile the document again"
+                )
+            found.append(picache)
         others = (0 if past is None else len(past.token_ids)) + sum(map(len, row.fresh))
-        self.check_prompt(sum(picache.num_tokens for picache in row.picaches), others)
+        self.check_prompt(sum(picache.num_tokens for picache in found), others)
+        return found
 
     @classmethod
     def tokenized(cls, parameters: Mapping[str, Any], tokenizer: Any, model: Any) -> dict[str, Any]:
@@ -149,9 +164,20 @@ def front_of(choice: FrontChoice, model: Any, method: str) -> Front:
     if isinstance(choice, str) and choice.partition(":")[0] == DUMMIES:
         return Front(dummy_ids(choice, text_config(backbone)))
     ids = _text_ids(choice, backbone, None)
-    if ids is None:
+    if ids is None:  # a published adapter's
         assert isinstance(choice, str)
-        return _published(choice, backbone)
+        if not Path(choice).is_dir() and choice.count("/") != 1:
+            raise ValueError(
+                f"front={choice}: there is no such file or folder; a front is none, {DUMMIES}:n, prose, a text file, "
+                "adapter, or an adapter's folder or Hub id"
+            )
+        from comb.linktokens.front import published_front
+
+        try:
+            learned, config = published_front(choice, backbone)
+        except OSError as error:
+            raise ValueError(f"front={choice}: {' '.join(str(error).split())}") from error
+        return TrainedFront(learned, config.placeholder_id)
     vocabulary, most = backbone.get_input_embeddings().weight.shape[0], compile_limit(backbone)
     if wrong := [each for each in ids if not isinstance(each, int) or not 0 <= each < vocabulary]:
         raise ValueError(f"{method}:front has token ids below {vocabulary}, got {wrong[0]!r}")
@@ -183,11 +209,7 @@ def dummy_ids(choice: str, config: Any) -> list[int]:
 
 
 def _text_ids(choice: FrontChoice, backbone: Any, tokenizer: Any) -> list[int] | None:
-    """Token ids of a front that is text, or ids already; None for one of another kind.
-
-    Args:
-        tokenizer: None for the one beside the model's weights.
-    """
+    """Token ids of a front that is text, or ids already; None for one of another kind."""
     if not isinstance(choice, str):
         if not isinstance(choice, Sequence) or not choice:
             raise ValueError(
@@ -199,18 +221,3 @@ def _text_ids(choice: FrontChoice, backbone: Any, tokenizer: Any) -> list[int] |
         return None
     found = own_tokenizer(backbone) if tokenizer is None else tokenizer
     return primer_ids(True if choice == "prose" else choice, found, primer_limit(backbone.config))
-
-
-def _published(name: str, backbone: Any) -> TrainedFront:
-    from comb.linktokens.front import published_front
-
-    if not Path(name).is_dir() and name.count("/") != 1:
-        raise ValueError(
-            f"front={name}: there is no such file or folder; a front is none, {DUMMIES}:n, prose, a text file, "
-            "adapter, or an adapter's folder or Hub id"
-        )
-    try:
-        learned, config = published_front(name, backbone)
-    except OSError as error:
-        raise ValueError(f"front={name}: {' '.join(str(error).split())}") from error
-    return TrainedFront(learned, config.placeholder_id)

@@ -15,21 +15,40 @@ from comb.backbones.identity import exclusive, identity_of
 from comb.cache.picache import PICache, TokenPICache
 from comb.hybrid.caches import continued_cache
 from comb.linking.support import distance, made_up_tokens, takes_padded_rows, tolerance_of
-from comb.methods.base import DecodeState, LinkRequest, Method, SegmentUse
-from comb.methods.continuation import continue_tokens, why_not_continue
-from comb.methods.past_state import PastState
+from comb.methods.base import LinkRequest, Method
+from comb.methods.decode_state import DecodeState, PastState, SegmentUse, why_not_continue
 from comb.methods.registry import register
 from comb.waits import on_device
 
 _TOKENS = 6  # of a prompt that is tried
 
 
+class TokensOnly(Method):
+    """A PICache holds a segment's token ids only; documents are tokens of the prompt like any others."""
+
+    keeps_tokens_only = True
+
+    def compile(self, segments: Sequence[Sequence[int]]) -> list[PICache]:
+        fingerprint = self.fingerprint
+        return [token_picache(fingerprint, segment) for segment in segments]
+
+    def why_not_continue(self) -> str:
+        return why_not_continue(self.backbone)
+
+    def continue_row(self, past: PastState, row: LinkRequest) -> DecodeState:
+        prompt, documents = inlined(row)
+        self.check_prompt(documents, len(past.token_ids) + len(prompt) - documents)
+        state = self.continue_tokens(past, prompt)
+        state.recomputed = (documents,)
+        state.uses = [[SegmentUse("inlined") for _ in row.picaches]]
+        return state
+
+
 @register("full")
-class Full(Method):
-    """Prefills head + documents + query on the plain backbone; a PICache holds a segment's token ids only."""
+class Full(TokensOnly):
+    """Prefills head + documents + query on the plain backbone, every time."""
 
     unquantizable = "keeps token ids only"
-    keeps_tokens_only = True
 
     def __init__(self, model: Any, **parameters: Any) -> None:
         super().__init__(model, **parameters)
@@ -46,9 +65,6 @@ class Full(Method):
     def batches(self) -> bool:
         """Rows are padded, which not every model takes."""
         return takes_padded_rows(self.backbone)
-
-    def compile(self, segments: Sequence[Sequence[int]]) -> list[PICache]:
-        return [token_picache(self.fingerprint, segment) for segment in segments]
 
     def link_batch(self, rows: Sequence[LinkRequest]) -> DecodeState:
         if len(rows) > 1 and not self.batches:
@@ -71,57 +87,37 @@ class Full(Method):
             uses=[[SegmentUse("inlined") for _ in row.picaches] for row in rows],
         )
 
-    def why_not_continue(self) -> str:
-        return why_not_continue(self.backbone)
-
-    def continue_row(self, past: PastState, row: LinkRequest) -> DecodeState:
-        return continue_inlined(self, past, row)
-
 
 def why_not_decoded(model: Any) -> str:
-    """Why what ``generate`` begins with isn't what a model's own forward pass gives; empty if it is.
+    """Why what ``generate`` begins with isn't what a model's own forward pass gives; empty if it is."""
 
-    RoBERTa's positions begin behind its padding's, and ``generate`` numbers them from zero.
-    """
-    reason: str = identity_of(model).fact("decodes", lambda: _why_not_decoded(model))
-    return reason
-
-
-@torch.no_grad()
-def _why_not_decoded(model: Any) -> str:
-    table = model.get_input_embeddings().weight
-    if table.is_meta:
+    def find() -> str:
+        table = model.get_input_embeddings().weight
+        if table.is_meta:
+            return ""
+        ids = on_device(made_up_tokens(model, _TOKENS)[None], table.device)
+        try:
+            with exclusive(model):
+                own_settings = getattr(model, "generation_config", None)
+                try:
+                    # its own (stop strings, which need a tokenizer; several answers) are no part of what is tried
+                    model.generation_config = GenerationConfig(pad_token_id=0)
+                    state = DecodeState(model, ids, torch.ones_like(ids), past_key_values=continued_cache(model))
+                    found = state.logits[0]
+                finally:
+                    model.generation_config = own_settings
+                # as `generate` does: layers that quantise activations (torch's dynamic quantisation) scale a token by
+                # those beside it
+                last = {"logits_to_keep": 1} if "logits_to_keep" in signature(model.forward).parameters else {}
+                own = model(input_ids=ids, use_cache=False, **last).logits[0, -1]
+        except (RuntimeError, TypeError, ValueError, KeyError, IndexError, AttributeError, AssertionError) as error:
+            return f"transformers' `generate` doesn't run on it ({type(error).__name__}: {error})"
+        # RoBERTa's positions begin behind its padding's, and `generate` numbers them from zero
+        if distance(found, own) > tolerance_of(model):  # not finite: other checks say so
+            return "transformers' `generate` gives it other positions or other tokens than its own forward pass has"
         return ""
-    ids = on_device(made_up_tokens(model, _TOKENS)[None], table.device)
-    try:
-        with exclusive(model):
-            own_settings = getattr(model, "generation_config", None)
-            try:
-                # a model's own (stop strings, which need a tokenizer; several answers) are no part of what is tried
-                model.generation_config = GenerationConfig(pad_token_id=0)
-                state = DecodeState(model, ids, torch.ones_like(ids), past_key_values=continued_cache(model))
-                found = state.logits[0]
-            finally:
-                model.generation_config = own_settings
-            # as `generate` does: layers that quantise activations (torch's dynamic quantisation) scale a token by those
-            # beside it
-            last = {"logits_to_keep": 1} if "logits_to_keep" in signature(model.forward).parameters else {}
-            own = model(input_ids=ids, use_cache=False, **last).logits[0, -1]
-    except (RuntimeError, TypeError, ValueError, KeyError, IndexError, AttributeError, AssertionError) as error:
-        return f"transformers' `generate` doesn't run on it ({type(error).__name__}: {error})"
-    if distance(found, own) > tolerance_of(model):  # not finite: other checks say so
-        return "transformers' `generate` gives it other positions or other tokens than its own forward pass has"
-    return ""
 
-
-def continue_inlined(method: Method, past: PastState, row: LinkRequest) -> DecodeState:
-    """`Method.continue_row` with documents as tokens of the prompt."""
-    prompt, documents = inlined(row)
-    method.check_prompt(documents, len(past.token_ids) + len(prompt) - documents)
-    state = continue_tokens(method, past, prompt)
-    state.recomputed = (documents,)
-    state.uses = [[SegmentUse("inlined") for _ in row.picaches]]
-    return state
+    return str(identity_of(model).fact("decodes", find))
 
 
 def inlined(row: LinkRequest) -> tuple[list[int], int]:

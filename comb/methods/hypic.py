@@ -18,11 +18,10 @@ from comb.hybrid.picache import HybridPICache
 from comb.hybrid.support import HybridSupport, find_hybrid_support
 from comb.linking.cache import fork_cache
 from comb.linking.support import check_keys_cached
-from comb.methods.base import DecodeState, LinkRequest
-from comb.methods.fronts import TakesFront
-from comb.methods.linked import own_picache, usable_with_model
-from comb.methods.past_state import PastState
-from comb.methods.prefixes import behind_prefix
+from comb.methods.base import LinkRequest
+from comb.methods.decode_state import DecodeState, PastState
+from comb.methods.fronts import TakesFront, TrainedFront
+from comb.methods.prefix import behind_prefix
 from comb.methods.registry import register
 from comb.methods.selection import TokenCount
 
@@ -35,7 +34,7 @@ class Hypic(TakesFront):
 
     Exact for one document at the start of a prompt, in the first linear layer for any documents, and everywhere when
     the seams cover the documents. Deeper layers of several documents drift, as their tokens didn't see each other. The
-    head is the paper's leading segment: kept whole, with the states at its end (`comb.methods.prefixes`).
+    head is the paper's leading segment: kept whole, with the states at its end.
 
     Args:
         w: seam tokens at either end; `head` and `tail` take precedence.
@@ -85,7 +84,7 @@ class Hypic(TakesFront):
         kernel, seams = self.support.kernel, mode == "seam"
         self.head = max(w if head is None else head, kernel - 1) if seams else 0
         self.tail = (w if tail is None else tail) if seams else 0
-        if self.front.trained:
+        if isinstance(self.front, TrainedFront):
             raise ValueError(f"{self.name}:front is tokens: what adapters learn has no states of linear layers")
         if self.front.token_ids and not self.head:
             raise ValueError(
@@ -94,11 +93,10 @@ class Hypic(TakesFront):
             )
 
     def check_model(self) -> None:
-        with usable_with_model(self):
-            if is_hybrid(self.backbone):
-                _ = self.support
-                return
-            check_keys_cached(self.backbone)
+        if is_hybrid(self.backbone):
+            _ = self.support
+            return
+        check_keys_cached(self.backbone)
         raise ValueError(
             f"method {self.name!r} is for hybrid models, and {type(self.backbone).__name__} has no linear-attention"
             " layers: use method='attnlink' or 'legolink'"
@@ -145,9 +143,11 @@ class Hypic(TakesFront):
         return ""
 
     def link_row(self, row: LinkRequest, past: PastState | None = None) -> DecodeState:
-        fingerprint, support = self.fingerprint, self.support
-        picaches = [self._own(picache, fingerprint) for picache in row.picaches]
-        self.check_row(row, past)
+        support = self.support
+        picaches = self.owned(
+            row, past, HybridPICache,
+            links="states, keys and values of a hybrid", made_by="another model, or with other seams or another dtype",
+        )  # fmt: skip
         with exclusive(self.backbone), counted_passes() as passed:
             past, head_tokens, row = behind_prefix(self, row, past)
             linked = link_segments(
@@ -159,12 +159,6 @@ class Hypic(TakesFront):
         return DecodeState(
             self.backbone, input_ids, attention_mask, past_key_values=linked.cache, recomputed=(linked.recomputed,),
             passed=passed.tokens, head_tokens=head_tokens, seconds=linked.seconds, step=support.step,
-        )  # fmt: skip
-
-    def _own(self, picache: PICache, fingerprint: str) -> HybridPICache:
-        return own_picache(
-            self, picache, HybridPICache, fingerprint,
-            links="states, keys and values of a hybrid", other="another model, or with other seams or another dtype",
         )  # fmt: skip
 
 

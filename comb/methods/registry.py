@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any, TypeVar
 
-from comb.methods.base import Method, MethodSpec
+from comb.cache.picache import PICache
+from comb.cache.quantization import QuantizedPICache, check_scheme, quantize_picache
+from comb.methods.base import LinkRequest, Method, MethodSpec
+from comb.methods.decode_state import DecodeState, PastState
 from comb.registry import Registry
 
 MethodClass = TypeVar("MethodClass", bound=type[Method])
@@ -43,6 +47,17 @@ def parse(spec: str) -> tuple[str, dict[str, Any]]:
     Raises:
         ValueError: for an unknown name, more positional values than the method takes, or two values of a parameter.
     """
+
+    def plain(text: str) -> Any:
+        if text.lower() in ("true", "false"):
+            return text.lower() == "true"
+        for kind in (int, float):
+            try:
+                return kind(text)
+            except ValueError:
+                continue
+        return text
+
     name, *rest = re.split("[:,]", spec, maxsplit=1)
     cls = get(name)
     parameters: dict[str, Any] = {}
@@ -59,7 +74,7 @@ def parse(spec: str) -> tuple[str, dict[str, Any]]:
             key, value = positional.pop(0), argument
         if (key := key.strip()) in parameters:
             raise ValueError(f"method {spec!r} says twice what {key} is")
-        parameters[key] = _value(value.strip())
+        parameters[key] = plain(value.strip())
     return name, parameters
 
 
@@ -81,13 +96,11 @@ def split_specs(text: str) -> list[str]:
 def create(spec: str, model: Any, **options: Any) -> Method:
     """A method instance for `model` from ``"comb"`` or ``"legolink:16"``; `options` win over the spec's.
 
-    Every method takes ``quantize=int8``, ``fp8`` or ``int4`` (`comb.methods.quantized`).
+    Every method takes ``quantize=int8``, ``fp8`` or ``int4`` (`Quantized`).
 
     Raises:
         ValueError: for an unknown name or parameter, or when `model` lacks what the method needs.
     """
-    from comb.methods.quantized import Quantized
-
     name, parameters = parse(spec)
     options = {**parameters, **options}
     method_spec = MethodSpec(name, {key: value for key, value in options.items() if key not in ("store", "salt")})
@@ -99,12 +112,70 @@ def create(spec: str, model: Any, **options: Any) -> Method:
     return method
 
 
-def _value(text: str) -> Any:
-    if text.lower() in ("true", "false"):
-        return text.lower() == "true"
-    for kind in (int, float):
-        try:
-            return kind(text)
-        except ValueError:
-            continue
-    return text
+class Quantized(Method):
+    """Wraps a method; written as a parameter of it, ``legolink:16,quantize=int8``.
+
+    Linking dequantises, so the prompt being linked needs as much memory as ever.
+
+    Raises:
+        ValueError: for an unknown scheme, or a method that has nothing to quantise.
+    """
+
+    def __init__(self, method: Method, scheme: str) -> None:
+        super().__init__(method.model)
+        self.scheme = check_scheme(scheme)
+        if method.unquantizable:
+            raise ValueError(
+                f"method {method.name!r} can't be quantised: it {method.unquantizable}; leave out quantize={scheme}"
+            )
+        self.method = method
+        self.name = method.name  # type: ignore[misc]  # a wrapper has its method's name and traits
+        self.uses_encoder = method.uses_encoder  # type: ignore[misc]
+        self.compile_name = method.compile_name  # type: ignore[misc]
+
+    @property
+    def fingerprint(self) -> str:
+        return f"{self.method.fingerprint}/{self.scheme}"
+
+    @property
+    def compiled_behind(self) -> Sequence[int]:
+        return self.method.compiled_behind
+
+    @property
+    def max_segment_tokens(self) -> int | None:
+        return self.method.max_segment_tokens
+
+    @property
+    def max_prompt_tokens(self) -> int | None:
+        return self.method.max_prompt_tokens
+
+    @property
+    def batches(self) -> bool:
+        return self.method.batches
+
+    def compile(self, segments: Sequence[Sequence[int]]) -> list[PICache]:
+        fingerprint = self.fingerprint
+        return [quantize_picache(picache, self.scheme, fingerprint) for picache in self.method.compile(segments)]
+
+    def link_row(self, row: LinkRequest) -> DecodeState:
+        return self.method.link_row(self._dequantized(row))
+
+    def link_batch(self, rows: Sequence[LinkRequest]) -> DecodeState:
+        return self.method.link_batch([self._dequantized(row) for row in rows])
+
+    def why_not_continue(self) -> str:
+        return self.method.why_not_continue()
+
+    def continue_row(self, past: PastState, row: LinkRequest) -> DecodeState:
+        return self.method.continue_row(past, self._dequantized(row))
+
+    def _dequantized(self, row: LinkRequest) -> LinkRequest:
+        return replace(row, picaches=[self._open(picache) for picache in row.picaches])
+
+    def _open(self, picache: PICache) -> PICache:
+        if not isinstance(picache, QuantizedPICache) or picache.fingerprint != self.fingerprint:
+            raise ValueError(
+                f"method '{self.name}' with quantize={self.scheme} links what it compiled itself, got {picache!r}, "
+                f"expected fingerprint {self.fingerprint}: compile the document again"
+            )
+        return picache.dequantize(self.method.fingerprint)

@@ -1,16 +1,9 @@
-"""Rules of selection: which document tokens are computed again in a linked prompt. A new one is a function in a file.
+"""Rules of selection: which document tokens are computed again in a linked prompt.
 
-    from comb.methods.linked import selects
-    from comb.methods.selection import Tokens
-
-    @selects("mine")
-    def mine(spans: Sequence[Span], k: Tokens = 4) -> list[int]:
-        return [...]                          # sorted positions of the prompt, inside of `spans`
-
-It is then a method by that name behind every front, in the library, on the command line, in the doctor's matrix and in
-`comb bench methods`; and in the server, whose scheduler knows the choice before anything is computed. A rule that has
-to know what the question looks at gets a `QueryLook` instead of the spans (``@selects("mine", by_query=True)``), in the
-server as well; one that has to look into the linked cache the `PromptLayout` (``looks=True``), in the library alone.
+A new one is a function under `comb.methods.linked.selects` (CONTRIBUTING.md), and then a method by that name behind
+every front, in the library and the server, whose scheduler knows the choice before anything is computed. A rule that
+has to know what the question looks at gets a `QueryLook` instead of the spans (``@selects("mine", by_query=True)``), in
+the server as well; one that has to look into the linked cache the `PromptLayout` (``looks=True``), in the library only.
 """
 
 from __future__ import annotations
@@ -27,11 +20,10 @@ from comb.linking.cache import Span
 
 @dataclass(frozen=True)
 class TokenCount:
-    """A parameter that is a number of tokens."""
+    """A parameter that is a number of tokens; with `everything` a rule chooses all."""
 
     step: int = 1
     everything = 2**16
-    """A value with which a rule chooses all tokens."""
 
     def check(self, parameter: str, value: object) -> None:
         """Raises ValueError if `value` isn't one."""

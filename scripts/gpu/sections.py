@@ -32,7 +32,7 @@ from comb.waits import moved
 # the writers of `ipc` start by importing this file: transformers, which takes seconds, is imported where it is needed
 if TYPE_CHECKING:
     from comb import CombForCausalLM
-    from comb.methods.base import DecodeState
+    from comb.methods.decode_state import DecodeState
 
 Section = dict[str, Any]
 SHORT = 2  # tokens of the answer whose time is taken off

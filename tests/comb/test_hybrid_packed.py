@@ -18,7 +18,7 @@ from comb.hybrid import packed
 from comb.hybrid.caches import attention_layers, read_state
 from comb.hybrid.link import SequentialLinker
 from comb.hybrid.packed import PackedLinker
-from comb.methods.base import DecodeState
+from comb.methods.decode_state import DecodeState
 from tests.comb.test_hybrid_link import EXACT, MODELS, PRIMER, QUERY, A, B, C, error, ids, model_of
 
 PACKED = {*MODELS} - {"olmo_hybrid", "falcon_h1", "zamba2", "minimax", "jamba", "mamba", "mamba2", "falcon_mamba"}

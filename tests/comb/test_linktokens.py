@@ -15,9 +15,9 @@ from comb import LinkTokensConfig, LinkTokensForCausalLM, PICacheStore, PICEngin
 from comb.backbones.discovery import UnsupportedBackboneError
 from comb.cli.doctor import check_methods
 from comb.cli.main import app
-from comb.engine.construction import make_method
+from comb.engine.engine import make_method
 from comb.hub.push import plan_push
-from comb.methods.base import DecodeState
+from comb.methods.decode_state import DecodeState
 from comb.model.source import ModelSource
 from tests.helpers.byte_text import byte_tokenizer
 from tests.helpers.families import tiny

@@ -16,8 +16,7 @@ from comb.cli.doctor import check_methods
 from comb.linking.cache import Span
 from comb.methods.base import LinkRequest, Method
 from comb.methods.linked import selects
-from comb.methods.prefix import PrefixMethod
-from comb.methods.prefixes import prefixes_of
+from comb.methods.prefix import PrefixMethod, prefixes_of
 from comb.methods.selection import Tokens
 from tests.helpers.families import open_gates, tiny
 

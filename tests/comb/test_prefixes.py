@@ -15,9 +15,10 @@ from torch import Tensor
 
 from comb import PICEngine, methods
 from comb.linking.cache import RoomyLayer, plain_layer
-from comb.methods import prefixes
-from comb.methods.base import DecodeState, LinkRequest
-from comb.methods.prefixes import prefixes_of
+from comb.methods import prefix
+from comb.methods.base import LinkRequest
+from comb.methods.decode_state import DecodeState
+from comb.methods.prefix import prefixes_of
 from tests.comb.test_conversation import engine_of
 from tests.comb.test_conversation import model_of as text_model
 from tests.helpers.families import tiny
@@ -87,10 +88,10 @@ def afresh(method: Any, picaches: Any, monkeypatch: pytest.MonkeyPatch, head: An
     return state.logits
 
 
-def check_integrity(kept: prefixes.PrefixCache) -> None:
+def check_integrity(kept: prefix.PrefixCache) -> None:
     """What is counted is what is held, each piece once."""
     pieces = {id(piece): piece for prefix in kept._found.values() for piece in prefix.pieces}
-    assert kept.nbytes == sum(map(prefixes._storage, pieces.values()))
+    assert kept.nbytes == sum(map(prefix._storage, pieces.values()))
     assert set(kept._holders) == set(pieces)
 
 
@@ -215,20 +216,20 @@ def test_what_is_linked_never_changes_the_cached_head(family: str) -> None:
 
 
 def test_memory_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(prefixes, "PREFIX_BYTES", 3 * 40 * 4 * 2 * 2 * 8 * 4)  # three heads of the tiny model
+    monkeypatch.setattr(prefix, "PREFIX_BYTES", 3 * 40 * 4 * 2 * 2 * 8 * 4)  # three heads of the tiny model
     model = tiny("llama", std=0.15)
     method = methods.create("naive", model)
     picaches = method.compile(DOCUMENTS)
     every = [ids(40) for _ in range(6)]
     asked = [*every, *every[:2], every[5], every[0]]
     assert [linked(method, picaches, head)[0].head_tokens for head in asked] == [0] * 8 + [40] * 2
-    assert 0 < prefixes_of(model).nbytes <= prefixes.PREFIX_BYTES
+    assert 0 < prefixes_of(model).nbytes <= prefix.PREFIX_BYTES
     for _ in range(2):  # longer than all of it: used, not kept
         state, tokens = linked(method, picaches, ids(125))
         assert (state.head_tokens, tokens) == (0, 125 + 6)
     head = ids(125)
     assert error(linked(method, picaches, head)[0].logits, afresh(method, picaches, monkeypatch, head)) < EXACT
-    monkeypatch.setattr(prefixes, "_MOST", 4)
+    monkeypatch.setattr(prefix, "_MOST", 4)
     for head in every:
         linked(method, picaches, head[1:])
     assert len(prefixes_of(model)._found) == 3  # as many as there is room for
