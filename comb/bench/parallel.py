@@ -155,7 +155,7 @@ def measure_parallel(
                 state = method.link(picaches, prompt.query)
                 logits.append(state.logits[0])
                 state.release()
-            check_logits(f"{method.name!r} over workers differs", *logits, method.backbone.dtype)
+            check_logits(f"{method.name!r} over workers differs", logits[0], logits[1], method.backbone.dtype)
         calls = {(spec, count): partial(once, made[spec], count) for spec in specs for count in workers}
         taken = in_turns(calls, options.repeats)
     finally:

@@ -5,19 +5,20 @@ from __future__ import annotations
 import secrets
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from comb.backbones.identity import one_walk
+from comb.backbones.identity import identity_of, one_walk
 from comb.documents.catalog import KeyedSegment
-from comb.documents.document import DocumentLike
+from comb.documents.document import DocumentLike, Prompt
 from comb.documents.messages import Generated, Message, referenced_documents
 from comb.documents.rendering import renders_chats
-from comb.engine.decoding import AnswerStream, FirstTokenTimer, check_no_streamer, check_wanted
-from comb.engine.report import Answer, continued_reports
-from comb.engine.steps import AnswerSteps, PreparedQuestion
-from comb.engine.turns import TurnEnd, TurnStart
+from comb.engine.decoding import AnswerStream, check_no_streamer, check_wanted
+from comb.engine.report import Answer, document_reports
+from comb.engine.steps import AnswerSteps
+from comb.methods.base import Method
+from comb.methods.decode_state import PastState, SegmentUse, common_length, past_state_behind
 
 RunTurn = Callable[[Any, threading.Event | None], Answer]
 """Makes the answer, given a streamer (or None) and the event that tells it to stop (or None)."""
@@ -27,14 +28,23 @@ RunTurn = Callable[[Any, threading.Event | None], Answer]
 class _History:
     """What is known after so many turns; replaced as a whole once a turn has succeeded.
 
-    `texts` is `messages` as others see them, `first` the documents that the first question brings.
+    Args:
+        messages: so far; `texts`: the same as others see them.
+        segments: of the documents that messages name.
+        first: of those that the first question brings.
+        stamp: of the method and the weights that computed the last turn; None before the first one.
+        keys: of all documents' segments in it.
+        past: what the next one goes on from; None if there is nothing.
+        relinked: turns that were linked from their start although there was one before.
     """
 
     messages: tuple[Message, ...]
     texts: tuple[dict[str, Any], ...]
     segments: Mapping[str, Sequence[KeyedSegment]]
     first: Sequence[KeyedSegment] = ()
-    end: TurnEnd | None = None
+    stamp: Hashable = None
+    keys: tuple[str, ...] = ()
+    past: PastState | None = None
     relinked: int = 0
 
 
@@ -91,15 +101,12 @@ class Conversation:
     @property
     def nbytes(self) -> int:
         """Bytes of the cache that the next turn goes on from."""
-        end = self._history.end
-        return 0 if end is None or end.past is None else end.past.nbytes
+        return 0 if self._history.past is None else self._history.past.nbytes
 
     def release(self) -> None:
         """Gives the cache's memory back; the next turn is linked from its start."""
         with self._lock:
-            end = self._history.end
-            if end is not None:
-                self._history = replace(self._history, end=replace(end, past=None))
+            self._history = replace(self._history, past=None)
 
     def ask(
         self,
@@ -154,75 +161,89 @@ class Conversation:
         generate_kwargs: Mapping[str, Any],
     ) -> RunTurn:
         """Checks the next turn; what it returns answers it and takes it into the history. The lock is held for both."""
-        start, engine = time.perf_counter(), self._engine
-        asked, on = self._asked(question, documents, document_ids), engine.with_encoder(self._encoder)
+        start, engine, now = time.perf_counter(), self._engine, self._history
+        new = [*now.first, *engine.segments_of(documents, document_ids)]
+        content: Any = question
+        known = dict(now.segments)
+        if new:
+            # a name that no document of the messages can have by chance
+            name = f"turn-{secrets.token_hex(8)}"
+            known[name] = new
+            content = [{"type": "document", "id": name}, {"type": "text", "text": question}]
+        messages = (*now.messages, {"role": "user", "content": content})
+        on = engine.with_encoder(self._encoder)
         settings = engine.settings(generate_kwargs)
-        prepared = engine.prepare(
-            asked.messages, named=lambda name: engine.segmenter.keyed_anew(asked.segments[name]), encoder=on
-        )
+        segments, prompt = engine.prepare(messages, named=lambda name: engine.keyed_anew(known[name]), encoder=on)
 
         def answer(streamer: Any, stop: threading.Event | None) -> Answer:
             check_wanted(stop)
+            method = engine.method_of(on)
+            stamp = id(method), method.fingerprint, identity_of(method.model).number
+            keys = tuple(segment.key for segment in segments)
+            past, inside, rest, reason = _beginning(now, method, stamp, keys, prompt)
             given = settings if streamer is None else {**settings, "streamer": streamer}
-            found, self._history = self._turn(asked, prepared, given, FirstTokenTimer(start, stop), on)
-            return found
+            ((found, state, sequences, cache),) = engine.answers(
+                [(segments[inside:], rest)], given, start, stop, encoder=on, past=past
+            )
+            check_wanted(stop)
+            continued = document_reports(segments[:inside], [SegmentUse("continued")] * inside, {})
+            report = replace(
+                found.report,
+                documents=(*continued, *found.report.documents),
+                continued_tokens=0 if past is None else len(past.token_ids),
+                relinked=reason,
+            )
+            text = found.text if self._remember is None else self._remember(found.text)
+            ends = settings["eos_token_id"]
+            ended = found.token_ids[-1] in (ends if isinstance(ends, list | tuple) else [ends])
+            ids = found.token_ids[:-1] if ended else found.token_ids
+            # special tokens included: thinking may stand between some, and a template drops it by them
+            whole = engine.tokenizer.decode(ids, clean_up_tokenization_spaces=False)
+            left = past_state_behind(sequences[0].tolist(), cache)
+            if left is None or (text != found.text and not left.can_be_cut):
+                # what stays isn't what was generated, and can't be cut off: behind the question
+                left = past_state_behind(sequences[0].tolist(), state.past_key_values)
+            said: Any = [Generated(ids, whole)] if text == found.text else text
+            self._history = _History(
+                (*messages, {"role": "assistant", "content": said}),
+                (*now.texts, {"role": "user", "content": question}, {"role": "assistant", "content": text}),
+                known, (), stamp, keys, left, now.relinked + bool(reason),
+            )  # fmt: skip
+            return replace(found, report=report)
 
         return answer
 
-    def _turn(
-        self,
-        asked: _History,
-        question: PreparedQuestion,
-        settings: Mapping[str, Any],
-        timer: FirstTokenTimer,
-        encoder: bool,
-    ) -> tuple[Answer, _History]:
-        """The answer, and the history with both in it."""
-        engine, method = self._engine, self._engine.method_of(encoder)
-        begin = TurnStart.plan(asked.end, method, question)
-        past, rest = begin.past, begin.question
-        with engine.acquired(rest.segments, encoder=encoder) as acquired:
-            check_wanted(timer.stop)
-            with engine.linked([rest], acquired, encoder=encoder, past=past) as (state, session):
-                decoded = engine.decode(state, session, settings, timer, encoder=encoder)
-            answer = engine.answer(rest, decoded, 0, acquired, encoder=encoder)
-        check_wanted(timer.stop)
-        report = replace(
-            answer.report,
-            documents=(*continued_reports(begin.continued), *answer.report.documents),
-            continued_tokens=begin.tokens,
-            relinked=begin.reason,
-        )
-        text = answer.text if self._remember is None else self._remember(answer.text)
-        rewritten = text != answer.text
-        ids = _without_end(answer.token_ids, settings["eos_token_id"])
-        # special tokens included: thinking may stand between some, and a template drops it by them
-        whole = engine.tokenizer.decode(ids, clean_up_tokenization_spaces=False)
-        content: Any = text if rewritten else [Generated(ids, whole)]
-        return replace(answer, report=report), replace(
-            asked,
-            messages=(*asked.messages, {"role": "assistant", "content": content}),
-            texts=(*asked.texts, {"role": "assistant", "content": text}),
-            end=TurnEnd.of(begin, decoded, rewritten=rewritten),
-            relinked=asked.relinked + bool(begin.reason),
-        )
 
-    def _asked(self, question: str, documents: Sequence[DocumentLike], document_ids: Sequence[str]) -> _History:
-        """The history with the question in it."""
-        now = self._history
-        new = [*now.first, *self._engine.segments_of(documents, document_ids)]
-        # a name that no document of the messages can have by chance
-        name = f"turn-{secrets.token_hex(8)}"
-        content = [{"type": "document", "id": name}, {"type": "text", "text": question}]
-        return replace(
-            now,
-            messages=(*now.messages, {"role": "user", "content": content if new else question}),
-            texts=(*now.texts, {"role": "user", "content": question}),
-            segments={**now.segments, name: new} if new else now.segments,
-            first=(),
-        )
+def _beginning(
+    now: _History, method: Method, stamp: Hashable, keys: tuple[str, ...], prompt: Prompt
+) -> tuple[PastState | None, int, Prompt, str]:
+    """Where a turn begins: the past that `prompt` goes on from, the segments in there, what is left to be linked.
 
-
-def _without_end(token_ids: tuple[int, ...], end_tokens: int | list[int]) -> tuple[int, ...]:
-    ends = end_tokens if isinstance(end_tokens, list | tuple) else [end_tokens]
-    return token_ids[:-1] if token_ids[-1] in ends else token_ids
+    Or no past, and why, which is empty for a first turn.
+    """
+    past, reason, inside = now.past, "", not method.uses_encoder
+    if now.stamp is None:
+        return None, 0, prompt, ""
+    if past is None:
+        reason = "the last answer left no cache to go on from (beams, use_cache=False or the like), or it was released"
+    elif now.stamp != stamp:
+        reason = "the model's weights have changed, or another method answers than before"
+    elif method.uses_encoder and now.keys != keys:
+        # the past was computed without them
+        reason = "there are new documents, and every token of the conversation reads all documents"
+    else:
+        reason = method.why_not_continue()
+    if past is None or reason:
+        return None, 0, prompt, reason
+    token_ids = prompt.flat if inside else prompt.query
+    same = common_length(past.token_ids, token_ids)
+    # one token at least is left to compute: its logits are what decoding starts from
+    cut, segments, rest = min(same, len(token_ids) - 1), 0, prompt
+    if inside:  # else documents and prompt stay whole: how much of it is there is for `past` to say
+        cut, segments, rest = prompt.behind(cut)
+    if cut == len(past.token_ids):
+        return past, segments, rest, ""
+    reason = f"the chat is rendered with other tokens than before from token {same} of {len(past.token_ids)} on"
+    if not past.can_be_cut:
+        return None, 0, prompt, f"{reason}, and states or sliding windows can't be cut there"
+    return (past.cut(cut), segments, rest, "") if cut else (None, 0, prompt, reason)

@@ -11,8 +11,7 @@ import time
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from queue import SimpleQueue
-from types import TracebackType
-from typing import Any
+from typing import Any, Self
 
 import torch
 from transformers import StoppingCriteria
@@ -44,8 +43,29 @@ def decoding_settings(arguments: Mapping[str, Any], backbone: Any, tokenizer: An
     if given is not None:
         whole = {key: value for key, value in given.to_diff_dict().items() if key != "transformers_version"}
         settings = {**whole, **settings}
-    _check_count(settings)
-    _choose_sampling(settings)
+    count, sequences = settings.get("max_new_tokens"), settings.get("num_return_sequences")
+    if count is not None and (isinstance(count, bool) or not isinstance(count, int) or count < 1):
+        raise ValueError(f"max_new_tokens must be an integer of at least 1, got {count!r}")
+    if sequences not in (None, 1):
+        raise ValueError(
+            f"num_return_sequences={sequences}: the engine gives one answer per question; use ask_batch with the "
+            "question repeated"
+        )
+    sampling = [key for key in _SAMPLING if settings.get(key) is not None]
+    temperature, sample = settings.get("temperature"), settings.get("do_sample")
+    # NaN fails this comparison too
+    if temperature is not None and not 0 <= temperature < math.inf:
+        raise ValueError(f"temperature must be a number of at least 0 (0 is greedy), got {temperature!r}")
+    if temperature == 0:
+        sample = False
+    elif sample is None:
+        sample = bool(sampling)
+    elif not sample and sampling:
+        logger.warning("%s has no effect with do_sample=False", ", ".join(sampling))
+    settings["do_sample"] = sample
+    if not sample:
+        # None also overrides sampling parameters in the model's own generation_config
+        settings.update(dict.fromkeys(_SAMPLING))
     own = backbone.generation_config
     eos = _first(settings.get("eos_token_id"), own.eos_token_id, tokenizer.eos_token_id)
     pad = _first(settings.get("pad_token_id"), own.pad_token_id, tokenizer.pad_token_id)
@@ -97,37 +117,6 @@ def check_no_streamer(arguments: Mapping[str, Any]) -> None:
         raise ValueError("stream() brings its own streamer; use ask(..., streamer=...) for another one")
 
 
-def _check_count(settings: Mapping[str, Any]) -> None:
-    count = settings.get("max_new_tokens")
-    if count is not None and (isinstance(count, bool) or not isinstance(count, int) or count < 1):
-        raise ValueError(f"max_new_tokens must be an integer of at least 1, got {count!r}")
-    sequences = settings.get("num_return_sequences")
-    if sequences not in (None, 1):
-        raise ValueError(
-            f"num_return_sequences={sequences}: the engine gives one answer per question; use ask_batch with the "
-            "question repeated"
-        )
-
-
-def _choose_sampling(settings: dict[str, Any]) -> None:
-    given = [key for key in _SAMPLING if settings.get(key) is not None]
-    temperature = settings.get("temperature")
-    # NaN fails this comparison too
-    if temperature is not None and not 0 <= temperature < math.inf:
-        raise ValueError(f"temperature must be a number of at least 0 (0 is greedy), got {temperature!r}")
-    sample = settings.get("do_sample")
-    if temperature == 0:
-        sample = False
-    elif sample is None:
-        sample = bool(given)
-    elif not sample and given:
-        logger.warning("%s has no effect with do_sample=False", ", ".join(given))
-    settings["do_sample"] = sample
-    if not sample:
-        # None also overrides sampling parameters in the model's own generation_config
-        settings.update(dict.fromkeys(_SAMPLING))
-
-
 def _first(*values: Any) -> Any:
     return next((value for value in values if value is not None), None)
 
@@ -163,18 +152,43 @@ def answer_text(tokenizer: Any, token_ids: Sequence[int]) -> str:
     return str(tokenizer.decode(token_ids, skip_special_tokens=True))
 
 
-class _Pieces(BaseStreamer):
-    """Gives out an answer's text as far as no further token changes it, so that the pieces joined are that text.
+class _Generation(BaseStreamer):
+    """The thread behind a stream, and as its streamer the text so far as no further token changes it.
 
-    It is decoded from its beginning each time, since a tokenizer writes a token as those around it ask for (the first
-    without its space, bytes together): some 0.1 us per token of the answer so far.
+    It doesn't know the stream, so that one that nobody holds is collected, and stops it. Text is decoded from its
+    beginning each time, since a tokenizer writes a token as those around it ask for (the first without its space,
+    bytes together): some 0.1 us per token of the answer so far.
     """
 
-    def __init__(self, tokenizer: Any) -> None:
-        self.queue: SimpleQueue[str | None] = SimpleQueue()
+    def __init__(self, run: Callable[[Any, threading.Event], Answer], tokenizer: Any) -> None:
+        self.pieces: SimpleQueue[str | None] = SimpleQueue()
+        self.stop = threading.Event()
+        self.answer: Answer | None = None
+        self.error: BaseException | None = None
         self._tokenizer = tokenizer
         self._ids: list[int] | None = None
         self._given = ""
+        self.thread = threading.Thread(target=self._work, args=(run,), name="comb-stream", daemon=True)
+        # a thread that is inside torch when the interpreter goes away takes the process down with it
+        atexit.register(self.finish)
+        self.thread.start()
+
+    def _work(self, run: Callable[[Any, threading.Event], Answer]) -> None:
+        try:
+            self.answer = run(self, self.stop)
+            self._give(self.answer.text)
+            if self._given != self.answer.text:
+                raise RuntimeError(
+                    f"the tokenizer ({type(self._tokenizer).__name__}) has rewritten text that was streamed already: "
+                    "stream.answer.text is the answer, and ask() gives it at once"
+                )
+        except BaseException as error:  # raised again where the stream is read
+            self.error = error
+            if self.stop.is_set() and not isinstance(error, Abandoned):
+                logger.warning("a stream that nobody reads any more failed: %s: %s", type(error).__name__, error)
+        finally:
+            atexit.unregister(self.finish)
+            self.pieces.put(None)
 
     def put(self, value: torch.Tensor) -> None:
         """Takes the prompt at the first call, then new tokens."""
@@ -192,21 +206,17 @@ class _Pieces(BaseStreamer):
             self._give(text.rstrip("\ufffd"))  # half a character
 
     def end(self) -> None:
-        """Nothing: `finish` gives out the rest."""
-
-    def finish(self, text: str) -> None:
-        """Gives out the rest of the answer. Raises RuntimeError if it doesn't begin with what was given out."""
-        self._give(text)
-        if self._given != text:
-            raise RuntimeError(
-                f"the tokenizer ({type(self._tokenizer).__name__}) has rewritten text that was streamed already: "
-                "stream.answer.text is the answer, and ask() gives it at once"
-            )
+        """Nothing: the whole answer's text says what is left."""
 
     def _give(self, text: str) -> None:
         if text != self._given and text.startswith(self._given):
-            self.queue.put(text[len(self._given) :])
+            self.pieces.put(text[len(self._given) :])
             self._given = text
+
+    def finish(self) -> None:
+        """Stops it at the next token, and waits for that."""
+        self.stop.set()
+        self.thread.join()
 
 
 class AnswerStream(Iterator[str]):
@@ -221,25 +231,16 @@ class AnswerStream(Iterator[str]):
     """
 
     def __init__(self, run: Callable[[Any, threading.Event], Answer], tokenizer: Any) -> None:
-        self._outcome = _StreamState()
-        pieces = _Pieces(tokenizer)
-        self._queue = pieces.queue
-        self._thread = threading.Thread(
-            target=_work, args=(run, pieces, self._outcome), name="comb-stream", daemon=True
-        )
-        # the worker knows the outcome, not the stream, so a stream that nobody holds is collected and stops it
-        weakref.finalize(self, self._outcome.stop.set)
-        # a thread that is inside torch when the interpreter goes away takes the process down with it
-        self._outcome.thread = self._thread
-        atexit.register(self._outcome.finish)
-        self._thread.start()
+        self._generation = _Generation(run, tokenizer)
+        weakref.finalize(self, self._generation.stop.set)
 
     def __next__(self) -> str:
-        if (piece := self._queue.get()) is not None:
+        generation = self._generation
+        if (piece := generation.pieces.get()) is not None:
             return piece
-        self._thread.join()
-        self._queue.put(None)  # so that another next() ends as well
-        error, self._outcome.error = self._outcome.error, None
+        generation.thread.join()
+        generation.pieces.put(None)  # so that another next() ends as well
+        error, generation.error = generation.error, None
         if error is not None and not isinstance(error, Abandoned):
             raise error
         raise StopIteration
@@ -247,7 +248,7 @@ class AnswerStream(Iterator[str]):
     @property
     def answer(self) -> Answer:
         """The whole answer. Raises RuntimeError while the stream is running, or if it has failed."""
-        answer = None if self._thread.is_alive() else self._outcome.answer
+        answer = None if self._generation.thread.is_alive() else self._generation.answer
         if answer is None:
             raise RuntimeError(
                 "no answer: this stream is running (read it to its end, or close() it), has failed, or was closed early"
@@ -261,38 +262,10 @@ class AnswerStream(Iterator[str]):
 
     def close(self) -> None:
         """Stops generation and waits until its documents are given back."""
-        self._outcome.finish()
+        self._generation.finish()
 
-    def __enter__(self) -> AnswerStream:
+    def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         self.close()
-
-
-class _StreamState:
-    def __init__(self) -> None:
-        self.stop = threading.Event()
-        self.answer: Answer | None = None
-        self.error: BaseException | None = None
-        self.thread: threading.Thread | None = None
-
-    def finish(self) -> None:
-        self.stop.set()
-        if self.thread is not None:
-            self.thread.join()
-
-
-def _work(run: Callable[[Any, threading.Event], Answer], pieces: _Pieces, outcome: _StreamState) -> None:
-    try:
-        outcome.answer = run(pieces, outcome.stop)
-        pieces.finish(outcome.answer.text)
-    except BaseException as error:  # raised again where the stream is read
-        outcome.error = error
-        if outcome.stop.is_set() and not isinstance(error, Abandoned):
-            logger.warning("a stream that nobody reads any more failed: %s: %s", type(error).__name__, error)
-    finally:
-        atexit.unregister(outcome.finish)
-        pieces.queue.put(None)

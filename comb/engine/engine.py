@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import logging
 import threading
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -13,6 +14,7 @@ from torch import nn
 from tqdm.auto import tqdm
 
 from comb import methods
+from comb.backbones.adapter import trained_method
 from comb.backbones.identity import backbone_of, forget_identity, one_walk
 from comb.backbones.loading import HUB_ARGUMENTS, load_model
 from comb.backbones.tokenizer import load_tokenizer
@@ -22,19 +24,22 @@ from comb.documents.catalog import KeyedSegment, UnknownDocumentError, by_docume
 from comb.documents.document import DocumentLike, PromptBuilder
 from comb.documents.messages import Message
 from comb.documents.splitting import DEFAULT_SPLITTER, Boundaries, Splitter
-from comb.engine.construction import default_method, default_store, executor_of, make_method
 from comb.engine.conversation import Conversation
 from comb.engine.decoding import AnswerStream, check_no_streamer
 from comb.engine.report import Answer, DocumentReport, Report
-from comb.engine.steps import AnswerSteps, PreparedQuestion, Question, Request
+from comb.engine.steps import AnswerSteps, Question, Request
 from comb.engine.workers import CompileExecutor
+from comb.engine.workers.executor import spec_of
 from comb.mac import MacConfig
 from comb.methods.base import Method
 from comb.model.source import ModelSource, named_device
 
 __all__ = ["Answer", "DocumentReport", "PICEngine", "Report", "Request", "UnknownDocumentError"]
 
+logger = logging.getLogger(__name__)
+
 _ADD_CHUNK = 16
+_STORE_BYTES = 4 * 2**30
 
 
 class PICEngine(AnswerSteps):
@@ -90,14 +95,11 @@ class PICEngine(AnswerSteps):
     ) -> None:
         if not isinstance(model, nn.Module):
             raise ValueError(f"model is a loaded one: PICEngine.from_pretrained({model!r}, ...) loads it by its name")
-        store = default_store(model) if store is None else store
         super().__init__(
             model,
             tokenizer,
-            default_method(model, tokenizer, parameters)
-            if method is None
-            else make_method(method, model, tokenizer, parameters),
-            store=store,
+            make_method(method, model, tokenizer, parameters),
+            store=default_store(model) if store is None else store,
             salt=salt,
             prompt_builder=PromptBuilder(tokenizer) if prompt_builder is None else prompt_builder,
             splitter=splitting.create(splitter),
@@ -105,7 +107,25 @@ class PICEngine(AnswerSteps):
             encoder_enabled=encoder_enabled,
         )
         self._owns_executor = executor is None
-        self.executor = executor_of(self.method, executor, workers, source)
+        self.executor = executor
+        if executor is not None:
+            if workers:
+                raise ValueError("workers= starts Ray actors of its own: leave it out when giving an executor=")
+            executor.check(self.method)
+        elif workers < 0:
+            raise ValueError(f"workers is a number of Ray actors, or 0 for none, got {workers}")
+        elif workers and self.method.keeps_tokens_only:
+            logger.warning("method %r has nothing to compile: no workers are started", self.method.name)
+        elif workers:
+            from comb.engine.workers.ray_actors import ray_executor
+
+            spec_of(self.method)  # before actors are started for nothing
+            self.executor = ray_executor(ModelSource.of(self.method.model) if source is None else source, workers)
+            try:
+                self.executor.check(self.method)
+            except BaseException:
+                self.executor.close()
+                raise
 
     @classmethod
     def from_pretrained(
@@ -207,8 +227,14 @@ class PICEngine(AnswerSteps):
         """
         start, on = time.perf_counter(), self.with_encoder(encoder)
         with one_walk():
-            settings = self.settings(generate_kwargs)
-            return self.answers([self._prepared(each, on) for each in requests], settings, start, encoder=on)
+            settings, questions = self.settings(generate_kwargs), []
+            for request in requests:
+                if isinstance(request, str | Mapping):
+                    raise ValueError(f"a request is a Request or a tuple (question, documents), not {request!r:.80}")
+                row = request if isinstance(request, Request) else Request(*request)
+                segments = self.segments_of(row.documents, row.document_ids)
+                questions.append(self.prepare(row.question, segments, encoder=on))
+            return [answer for answer, *_ in self.answers(questions, settings, start, encoder=on)]
 
     def stream(
         self,
@@ -228,19 +254,15 @@ class PICEngine(AnswerSteps):
         check_no_streamer(generate_kwargs)
         with one_walk():
             settings = self.settings(generate_kwargs)
-            prepared = self._prepared(Request(question, documents, document_ids), on)
+            prepared = self.prepare(question, self.segments_of(documents, document_ids), encoder=on)
 
         def run(streamer: Any, stop: threading.Event) -> Answer:
             with one_walk():
-                return self.answers([prepared], {**settings, "streamer": streamer}, start, stop, encoder=on)[0]
+                given = {**settings, "streamer": streamer}
+                ((answer, *_),) = self.answers([prepared], given, start, stop, encoder=on)
+                return answer
 
         return AnswerStream(run, self.tokenizer)
-
-    def _prepared(self, request: Request | tuple[Question, Sequence[DocumentLike]], encoder: bool) -> PreparedQuestion:
-        if isinstance(request, str | Mapping):
-            raise ValueError(f"a request is a Request or a tuple (question, documents), not {request!r:.80}")
-        row = request if isinstance(request, Request) else Request(*request)
-        return self.prepare(row.question, self.segments_of(row.documents, row.document_ids), encoder=encoder)
 
     def conversation(
         self,
@@ -282,8 +304,8 @@ class PICEngine(AnswerSteps):
         """
         if ttl is not None and not ttl > 0:
             raise ValueError(f"ttl must be a positive number of seconds or None, got {ttl!r}")
-        segments = self.segmenter.segments(documents)
-        self.segmenter.check_lengths(segments)
+        segments = self.segments_of(documents)
+        self.check_lengths(segments)
         split = by_document(segments)
         self.catalog.check(split)
         # in chunks, so that a store smaller than the whole collection can make room
@@ -325,22 +347,39 @@ class PICEngine(AnswerSteps):
         """
         forget_identity(self.model)
 
-    # ---- the same in the papers' words (EPIC sec. 5: Implementation) ----
 
-    def generate_context_cache(
-        self, chunks: Sequence[DocumentLike], *, pin: bool = False, ttl: float | None = None
-    ) -> list[str]:
-        """Compiles static chunks; returns their cache ids. `add_documents` under the papers' name."""
-        return self.add_documents(chunks, pin=pin, ttl=ttl)
+def default_store(model: Any) -> PICacheStore:
+    """At most 4 GiB where the model is, and as many on the host if that is a GPU."""
+    device = backbone_of(model).get_input_embeddings().weight.device
+    return PICacheStore(
+        device=device, device_bytes=_STORE_BYTES, host_bytes=0 if device.type == "cpu" else _STORE_BYTES
+    )
 
-    def chat_completion(self, messages: Sequence[Message], **generate_kwargs: Any) -> Answer:
-        """Chat whose messages hold cache ids and new text in any order. `chat` under the papers' name.
 
-        A message's content is a text, or a list of parts: ``{"type": "text", "text": ...}`` and
-        ``{"type": "document", "id": cache_id}``.
-        """
-        return self.chat(messages, **generate_kwargs)
+def make_method(method: str | Method | None, model: Any, tokenizer: Any, parameters: dict[str, Any]) -> Method:
+    """The method from ``"name:parameters"`` and further `parameters`, or as it is.
 
-    def expire_cache(self, cache_id: str) -> None:
-        """Forgets one cache id. Raises UnknownDocumentError if there is none of that name."""
-        self.remove_documents([cache_id])
+    None is what an adapter was trained for; of a plain model `primed`, or `full` where its documents can't be linked.
+
+    Raises:
+        ValueError: unknown method or parameter, parameters beside an instance, or an instance for another model.
+    """
+    if method is None and (method := trained_method(model)) is None:
+        try:
+            return make_method("primed", model, tokenizer, parameters)
+        except ValueError as error:
+            if parameters:
+                raise
+            logger.warning("no method was named, and primed can't be used, so documents stand in the prompt: %s", error)
+            method = "full"
+    if isinstance(method, Method):
+        if parameters:
+            raise ValueError(f"parameters {', '.join(sorted(parameters))} belong into the Method instance")
+        if method.backbone is not backbone_of(model):
+            raise ValueError(f"the method {method.name!r} is for another model than this engine's: make one for it")
+        return method
+    if not isinstance(method, str):
+        raise ValueError(f"method is a name, or a Method instance, not {method!r}")
+    name, from_spec = methods.parse(method)
+    cls = methods.get(name)
+    return methods.create(name, model, **cls.tokenized({**from_spec, **parameters}, tokenizer, model))

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
 from comb.cache.store import PICacheRef
 from comb.documents.catalog import KeyedSegment, by_document
 from comb.mac.accounting import MacReport
-from comb.methods.base import DocumentState, SegmentUse
+from comb.methods.decode_state import DocumentState, SegmentUse
 
 
 @dataclass(frozen=True)
@@ -39,37 +39,32 @@ class DocumentReport:
         parts = f" in {self.segments} segments" if self.segments > 1 else ""
         return f"{self.id}: {self.state}{where}, {self.tokens} tokens{parts}{size}"
 
-    @classmethod
-    def merged(cls, parts: Sequence[DocumentReport]) -> DocumentReport:
-        """One report for all parts of a document: a hit only if every part was one."""
-        first = parts[0]
-        states = {part.state for part in parts}
-        tiers = {part.tier for part in parts}
-        state: DocumentState = states.pop() if len(states) == 1 else "compiled"
-        return cls(
-            first.id, state, sum(part.tokens for part in parts),
-            tier=tiers.pop() if state == "hit" and len(tiers) == 1 else None,
-            nbytes=sum(part.nbytes for part in parts), segments=len(parts),
-        )  # fmt: skip
-
 
 def document_reports(
     segments: Sequence[KeyedSegment], uses: Sequence[SegmentUse] | None, handles: Mapping[str, PICacheRef]
 ) -> tuple[DocumentReport, ...]:
     """One report per document of a row, from the method's word on its segments, or, where it has none, the store's."""
-    words: Sequence[SegmentUse | None] = [None] * len(segments) if uses is None else uses
-    reports = iter([_segment_report(segment, use, handles) for segment, use in zip(segments, words, strict=True)])
-    return tuple(DocumentReport.merged([next(reports) for _ in parts]) for parts in by_document(segments))
-
-
-def _segment_report(segment: KeyedSegment, use: SegmentUse | None, handles: Mapping[str, PICacheRef]) -> DocumentReport:
-    tokens, handle = len(segment.token_ids), handles.get(segment.key)
-    if use is None and handle is None:
-        return DocumentReport(segment.id, "inlined", tokens)
-    if use is None and handle is not None:
-        use = SegmentUse("hit" if handle.hit else "compiled", handle.tier, handle.picache.nbytes)
-    assert use is not None
-    return DocumentReport(segment.id, use.state, tokens, use.tier if use.state == "hit" else None, use.nbytes)
+    assert uses is None or len(uses) == len(segments)
+    words: Iterator[SegmentUse | None] = iter([None] * len(segments) if uses is None else uses)
+    found = []
+    for parts in by_document(segments):
+        said = []
+        for part in parts:
+            use, handle = next(words), handles.get(part.key)
+            if use is None and handle is not None:
+                use = SegmentUse("hit" if handle.hit else "compiled", handle.tier, handle.picache.nbytes)
+            said.append(use or SegmentUse("inlined"))
+        states, tiers = {use.state for use in said}, {use.tier for use in said}
+        # a hit only if every part was one
+        state: DocumentState = states.pop() if len(states) == 1 else "compiled"
+        found.append(
+            DocumentReport(
+                parts[0].id, state, sum(len(part.token_ids) for part in parts),
+                tier=tiers.pop() if state == "hit" and len(tiers) == 1 else None,
+                nbytes=sum(use.nbytes for use in said), segments=len(parts),
+            )
+        )  # fmt: skip
+    return tuple(found)
 
 
 def cache_bytes(
@@ -80,14 +75,6 @@ def cache_bytes(
         return sum(use.nbytes for use in uses)
     # a document given twice is one PICache
     return sum(handles[key].picache.nbytes for key in {segment.key for segment in segments} if key in handles)
-
-
-def continued_reports(segments: Sequence[KeyedSegment]) -> list[DocumentReport]:
-    """One report per document of the turns before."""
-    return [
-        DocumentReport.merged([DocumentReport(part.id, "continued", len(part.token_ids)) for part in parts])
-        for parts in by_document(segments)
-    ]
 
 
 @dataclass(frozen=True)

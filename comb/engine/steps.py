@@ -1,7 +1,6 @@
-"""The steps of every answer: prepare, acquire, link, decode, report.
+"""What every answer is made of: `prepare` refuses what can't be answered, `answers` acquires, links, decodes, reports.
 
-`PICEngine` composes them for questions and batches, `Conversation` for turns that go on from one another. A step calls
-one floor below (documents, store, methods, model) and hands what it got to the next; none calls back.
+`PICEngine` calls the two for questions and batches, `Conversation` for turns that go on from one another.
 """
 
 from __future__ import annotations
@@ -9,9 +8,10 @@ from __future__ import annotations
 import functools
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from hashlib import sha256
 from itertools import accumulate
 from typing import Any
 
@@ -23,24 +23,23 @@ from comb.backbones.forward import counted_passes
 from comb.backbones.identity import CHANGED, one_walk
 from comb.backbones.rotary import rotary_embeddings
 from comb.backbones.tokenizer import check_tokenizer
-from comb.cache.picache import PICache
 from comb.cache.store import PICacheRef, PICacheStore
 from comb.documents.catalog import DocumentCatalog, KeyedSegment
-from comb.documents.document import DocumentLike, Prompt, PromptBuilder
+from comb.documents.document import Document, DocumentLike, Prompt, PromptBuilder, as_document
 from comb.documents.messages import Message, referenced_documents
-from comb.documents.splitting import Splitter
+from comb.documents.splitting import Splitter, split_document
 from comb.engine.decoding import FirstTokenTimer, answer_text, check_wanted, decoding_settings, trim, with_length
 from comb.engine.report import Answer, Report, cache_bytes, document_reports
-from comb.engine.segmenter import REMEMBERED, Segmenter, cut_document
 from comb.engine.workers import CompileExecutor
 from comb.mac import MacConfig, MacSession
-from comb.mac.accounting import MacReport
-from comb.methods.base import DecodeState, LinkRequest, Method
+from comb.methods.base import LinkRequest, Method
+from comb.methods.decode_state import DecodeState, PastState
 from comb.methods.full import token_picache
-from comb.methods.past_state import PastState
-from comb.methods.prefixes import PrefixCache, prefixes_of
+from comb.methods.prefix import PrefixCache, prefixes_of
 
 Question = str | Sequence[Message]
+
+_REMEMBERED = 256  # documents' tokens: to make them again would take a cached question more than linking
 
 
 @dataclass(frozen=True)
@@ -52,51 +51,11 @@ class Request:
     document_ids: Sequence[str] = ()
 
 
-@dataclass(frozen=True)
-class PreparedQuestion:
-    """A checked question: the segments of its documents, and the prompt that they stand in."""
-
-    segments: Sequence[KeyedSegment]
-    prompt: Prompt
-
-
-@dataclass(frozen=True)
-class DecodedBatch:
-    """What linking and decoding gave.
-
-    Args:
-        state: that decoding began from.
-        sequences: prompt and answer, left-padded. [rows, prompt + new tokens]
-        cache: that generation leaves behind all tokens but the last; None where it leaves none.
-        answers: per row the new tokens, the end token included, without padding.
-        total_s, ttft_s: seconds from the start of the call to the last and the first token.
-        mac: what MAC attention reused; None without it.
-    """
-
-    state: DecodeState
-    sequences: Tensor
-    cache: Cache | None
-    answers: list[tuple[int, ...]]
-    total_s: float
-    ttft_s: float
-    mac: MacReport | None
-
-
-@dataclass(frozen=True)
-class AcquiredDocuments:
-    """Documents that a call holds.
-
-    Args:
-        references: to their PICaches, by key.
-        compiled: tokens that the backbone computed for those that were compiled now, by key. Who asks first takes them.
-    """
-
-    references: Mapping[str, PICacheRef]
-    compiled: dict[str, int]
-
-    def take_compiled(self, segments: Sequence[KeyedSegment]) -> int:
-        """Tokens that the backbone computed to compile these; each document counts once, also in a batch."""
-        return sum(self.compiled.pop(segment.key, 0) for segment in segments)
+def _cut(
+    tokenizer: Any, vocabulary: int, builder: PromptBuilder, splitter: Splitter, document: Document
+) -> tuple[tuple[int, ...], ...]:
+    """Token ids of a document's segments; `vocabulary` is there for the memory: a tokenizer may be given new tokens."""
+    return tuple(split_document(tokenizer, builder.segment(document), splitter))
 
 
 class AnswerSteps:
@@ -127,7 +86,7 @@ class AnswerSteps:
         self.mac = mac
         self.encoder_enabled = encoder_enabled
         self.catalog = DocumentCatalog(store)
-        self._cut = functools.lru_cache(REMEMBERED)(cut_document)
+        self._cut = functools.lru_cache(_REMEMBERED)(_cut)
         self._plain = methods.create("full", model)
         rotary_embeddings(method.backbone)  # which costs a pass that belongs to no question
 
@@ -135,19 +94,6 @@ class AnswerSteps:
     def heads(self) -> PrefixCache:
         """The cached prefixes of this backbone, which all engines on it share; outside of the store's budget."""
         return prefixes_of(self.method.backbone)
-
-    # ---- prepare: everything that can be refused before something is computed ----
-
-    @property
-    def segmenter(self) -> Segmenter:
-        """How documents are cut and keyed at this moment."""
-        return Segmenter(self.method, self.tokenizer, self.prompt_builder, self.splitter, self._cut, self.salt)
-
-    def segments_of(
-        self, documents: Sequence[DocumentLike] = (), document_ids: Sequence[str] = ()
-    ) -> list[KeyedSegment]:
-        """The segments that documents, and behind them added ones, are compiled as."""
-        return self.segmenter.segments(documents) + self.segmenter.keyed_anew(self.catalog.find(document_ids))
 
     def with_encoder(self, wanted: bool | None) -> bool:
         """Whether a call links its documents; False puts them into the prompt as text."""
@@ -163,6 +109,48 @@ class AnswerSteps:
         """Arguments for ``generate``; see `decoding_settings`."""
         return decoding_settings(generate_kwargs, self._plain.backbone, self.tokenizer)
 
+    # ---- documents as the segments that a method compiles, each under its content key ----
+
+    def segments_of(
+        self, documents: Sequence[DocumentLike] = (), document_ids: Sequence[str] = ()
+    ) -> list[KeyedSegment]:
+        """The segments of documents, and behind them of added ones. Raises ValueError for an empty document."""
+        if isinstance(documents, str | Document | bytes | Mapping) or not isinstance(documents, Iterable):
+            raise ValueError(
+                f"documents is a list, not {type(documents).__name__}: write documents=[...] around a single one"
+            )
+        checked = [as_document(document) for document in documents]
+        how = self.tokenizer, len(self.tokenizer), self.prompt_builder, self.splitter
+        split = [self._cut(*how, document) for document in checked]
+        keys = iter(self.method.keys_of([part for parts in split for part in parts], self.salt))
+        segments = []
+        for document, parts in zip(checked, split, strict=True):
+            own = [next(keys) for _ in parts]
+            # a document in one part is called after its key; more parts are called after all of them
+            name = document.name(own[0] if len(own) == 1 else sha256("".join(own).encode()).hexdigest())
+            segments += [
+                KeyedSegment(name, ids, key, part) for part, (ids, key) in enumerate(zip(parts, own, strict=True))
+            ]
+        return segments + self.keyed_anew(self.catalog.find(document_ids))
+
+    def keyed_anew(self, segments: Sequence[KeyedSegment]) -> list[KeyedSegment]:
+        """The same segments under today's keys: an adapter may have been trained since they were made."""
+        keys = self.method.keys_of([segment.token_ids for segment in segments], self.salt)
+        return [replace(segment, key=key) for segment, key in zip(segments, keys, strict=True)]
+
+    def check_lengths(self, segments: Sequence[KeyedSegment]) -> None:
+        """Raises ValueError for a segment that is longer than the method compiles."""
+        limit, compiler = self.method.max_segment_tokens, "encoder" if self.method.uses_encoder else "backbone"
+        for segment in segments:
+            if limit is not None and len(segment.token_ids) > limit:
+                raise ValueError(
+                    f"document {segment.id!r} has {len(segment.token_ids)} tokens, but this model's {compiler} takes "
+                    f"at most {limit} at once: split it into parts of at most {limit} tokens, for example with "
+                    f"splitter='paragraphs:{min(limit, 512)}'"
+                )
+
+    # ---- the steps ----
+
     def prepare(
         self,
         question: Question,
@@ -170,10 +158,11 @@ class AnswerSteps:
         named: Callable[[str], Sequence[KeyedSegment]] | None = None,
         *,
         encoder: bool,
-    ) -> PreparedQuestion:
-        """The prompt of a question, with `segments` at the start of its first user message.
+    ) -> tuple[list[KeyedSegment], Prompt]:
+        """A question's documents and its prompt; what can be refused before something is computed is refused here.
 
         Args:
+            segments: of documents at the start of the first user message.
             named: the segments of a document that messages name; by default the catalog's.
         """
         found = referenced_documents(question)
@@ -183,7 +172,7 @@ class AnswerSteps:
         after = [segment for name in found.after for segment in inside[name]]
         every = [*before, *segments, *after]
         if encoder:
-            self.segmenter.check_lengths(every)
+            self.check_lengths(every)
         prompt = self.prompt_builder.build(
             question,
             [segment.token_ids for segment in segments],
@@ -193,165 +182,135 @@ class AnswerSteps:
             own = len(prompt.head) + sum(map(len, prompt.gaps)) + len(prompt.tail)
             self.method.check_prompt(sum(len(segment.token_ids) for segment in every), own)
         if encoder and self.method.notice_rows(prompt.query):
-            every = self.segmenter.keyed_anew(every)
-        return PreparedQuestion(every, prompt)
-
-    # ---- acquire: PICaches from the store, compiled where it has none ----
+            every = self.keyed_anew(every)
+        return every, prompt
 
     @contextmanager
     def acquired(
         self, segments: Sequence[KeyedSegment], *, encoder: bool = True, ttl: float | None = None
-    ) -> Iterator[AcquiredDocuments]:
-        """References, dropped at the end of the block; all that are missing are compiled in one call.
+    ) -> Iterator[tuple[Mapping[str, PICacheRef], dict[str, int]]]:
+        """References to PICaches, dropped at the end of the block; what the store lacks is compiled in one call.
 
-        None with the encoder off, when documents are tokens of the prompt.
+        Yields:
+            By key the references, and of those compiled now the tokens that the backbone computed. None with the
+            encoder off, when documents are tokens of the prompt.
         """
         unique = {segment.key: segment for segment in segments} if encoder else {}
         compiled: dict[str, int] = {}
         with self.store.acquire(list(unique), ttl_s=ttl) as held:
             while missing := held.missing():
-                held.add(self._compile([unique[key] for key in missing], compiled))
-            yield AcquiredDocuments(held, compiled)
-
-    def _compile(self, segments: Sequence[KeyedSegment], compiled: dict[str, int]) -> list[PICache]:
-        """PICaches of `segments`; notes in `compiled` what of the backbone's work is each one's, by its tokens."""
-        token_ids = [segment.token_ids for segment in segments]
-        lengths = [len(ids) for ids in token_ids]
-        with one_walk(), counted_passes() as passed:
-            if self.executor is None:
-                picaches = self.method.compile(token_ids)
-            else:
-                picaches = self.executor.compile(self.method, token_ids)
-                # other processes' passes aren't counted here, and an encoder's are none of the backbone's
-                passed.tokens = 0 if self.method.keeps_tokens_only or self.method.uses_encoder else sum(lengths)
-        # the weights may have changed since the keys were made, or in between: nothing is filed under another's name
-        with one_walk():
-            if self.segmenter.keyed_anew(segments) != list(segments):
-                raise ValueError(CHANGED)
-        ends = [round(passed.tokens * end / sum(lengths)) for end in accumulate(lengths)]
-        compiled |= {each.key: end - start for each, start, end in zip(segments, [0, *ends], ends, strict=False)}
-        return picaches
-
-    def link_request(self, question: PreparedQuestion, documents: AcquiredDocuments, *, encoder: bool) -> LinkRequest:
-        """What is handed to the method."""
-        prompt, segments = question.prompt, question.segments
-        if encoder:
-            picaches = [documents.references[segment.key].picache for segment in segments]
-        else:
-            picaches = [token_picache(self._plain.fingerprint, segment.token_ids) for segment in segments]
-        return LinkRequest(picaches, prompt.tail, prompt.head, prompt.gaps, self.salt)
-
-    # ---- link and decode ----
+                new = [unique[key] for key in missing]
+                token_ids = [segment.token_ids for segment in new]
+                ends = list(accumulate(map(len, token_ids)))
+                with one_walk(), counted_passes() as passed:
+                    if self.executor is None:
+                        picaches = self.method.compile(token_ids)
+                    else:
+                        picaches = self.executor.compile(self.method, token_ids)
+                        # other processes' passes aren't counted here, and an encoder's are none of the backbone's
+                        passed.tokens = 0 if self.method.keeps_tokens_only or self.method.uses_encoder else ends[-1]
+                # the weights may have changed since the keys were made, or in between: nothing is filed under
+                # another's name
+                with one_walk():
+                    if self.keyed_anew(new) != new:
+                        raise ValueError(CHANGED)
+                done = 0
+                for key, end in zip(missing, ends, strict=True):
+                    share = round(passed.tokens * end / ends[-1])
+                    compiled[key], done = share - done, share
+                held.add(picaches)
+            yield held, compiled
 
     @contextmanager
     def linked(
         self,
-        questions: Sequence[PreparedQuestion],
-        documents: AcquiredDocuments,
+        questions: Sequence[tuple[Sequence[KeyedSegment], Prompt]],
+        references: Mapping[str, PICacheRef],
         *,
         encoder: bool,
         past: PastState | None = None,
     ) -> Iterator[tuple[DecodeState, MacSession | None]]:
-        """The state that their answers are decoded from, and what reuses attention meanwhile; given back at the end.
+        """The state that answers are decoded from, and what reuses attention meanwhile; given back at the end.
 
         Args:
             past: what a conversation's turn goes on from.
         """
-        method = self.method_of(encoder)
-        rows = [self.link_request(question, documents, encoder=encoder) for question in questions]
+        method, rows = self.method_of(encoder), []
+        for segments, prompt in questions:
+            if encoder:
+                picaches = [references[segment.key].picache for segment in segments]
+            else:
+                picaches = [token_picache(method.fingerprint, segment.token_ids) for segment in segments]
+            rows.append(LinkRequest(picaches, prompt.tail, prompt.head, prompt.gaps, self.salt))
         with ExitStack() as stack:
             session = None if self.mac is None else stack.enter_context(MacSession(method.model, self.mac))
             state = method.link_batch(rows) if past is None else method.continue_row(past, rows[0])
             stack.callback(state.release)
             yield state, session
 
-    def decode(
-        self,
-        state: DecodeState,
-        session: MacSession | None,
-        settings: Mapping[str, Any],
-        timer: FirstTokenTimer,
-        *,
-        encoder: bool,
-    ) -> DecodedBatch:
-        """Decodes from what `linked` gave.
-
-        Raises:
-            Abandoned: nobody waits any more (the timer's event).
-            ValueError: as `with_length`.
-        """
-        check_wanted(timer.stop)
-        prompt = state.input_ids.shape[1]
-        arguments = with_length(settings, self.method.backbone, prompt, self.method_of(encoder).max_prompt_tokens)
-        arguments["stopping_criteria"] = [*(arguments.get("stopping_criteria") or ()), timer]
-        sequences, cache = state.generate_with_cache(**arguments)
-        answers = [trim(row[prompt:].tolist(), arguments, len(sequences)) for row in sequences]
-        total_s = time.perf_counter() - timer.start
-        mac = None if session is None else session.report()
-        return DecodedBatch(state, sequences, cache, answers, total_s, timer.ttft_s or total_s, mac)
-
-    # ---- report ----
-
-    def answer(
-        self,
-        question: PreparedQuestion,
-        decoded: DecodedBatch,
-        row: int,
-        documents: AcquiredDocuments,
-        *,
-        encoder: bool,
-    ) -> Answer:
-        """The text and the report of one row."""
-        state, token_ids, references = decoded.state, decoded.answers[row], documents.references
-        uses = None if state.uses is None else state.uses[row]
-        compiled = documents.take_compiled(question.segments)
-        report = Report(
-            method=self.method.name,
-            encoder=encoder and self.method.uses_encoder,
-            documents=document_reports(question.segments, uses, references),
-            prompt_tokens=state.prompt_tokens[row],
-            computed_tokens=state.computed[row] + compiled,
-            compiled_tokens=compiled,
-            head_tokens=state.head_tokens,
-            recomputed_tokens=state.recomputed[row],
-            answer_tokens=len(token_ids),
-            cache_bytes=cache_bytes(question.segments, uses, references),
-            ttft_s=decoded.ttft_s,
-            total_s=decoded.total_s,
-            mac=decoded.mac,
-        )
-        return Answer(answer_text(self.tokenizer, token_ids), token_ids, report)
-
-    # ---- all of them ----
-
     def answers(
         self,
-        questions: Sequence[PreparedQuestion],
+        questions: Sequence[tuple[Sequence[KeyedSegment], Prompt]],
         settings: Mapping[str, Any],
         start: float,
         stop: threading.Event | None = None,
         *,
         encoder: bool,
-    ) -> list[Answer]:
+        past: PastState | None = None,
+    ) -> Iterator[tuple[Answer, DecodeState, Tensor, Cache | None]]:
         """Answers in order, in one batch where the method links batches, else one by one.
 
         Args:
+            questions: as `prepare` makes them.
             settings: for ``generate``, as `settings` makes them.
             start: of the call, by `time.perf_counter`.
             stop: set when nobody waits any more.
+            past: as for `linked`.
+
+        Yields:
+            Per question its answer, and of its batch the state that decoding began from, prompts and answers
+            (left-padded) [rows, prompt + new tokens], and the cache that generation leaves behind all tokens but the
+            last; None where it leaves none.
 
         Raises:
             Abandoned: `stop` was set.
+            ValueError: there is no room for the answer.
         """
         check_wanted(stop)
+        method = self.method_of(encoder)
         # what a batch takes is asked of the model only where there is one: the answer is a walk over its weights
-        size = len(questions) if len(questions) > 1 and self.method_of(encoder).batches else 1
-        found: list[Answer] = []
-        with self.acquired([part for each in questions for part in each.segments], encoder=encoder) as documents:
+        size = len(questions) if len(questions) > 1 and method.batches else 1
+        every = [segment for segments, _ in questions for segment in segments]
+        with self.acquired(every, encoder=encoder) as (references, compiled):
             for first in range(0, len(questions), size):
                 batch, timer = questions[first : first + size], FirstTokenTimer(start, stop)
                 check_wanted(stop)
-                with self.linked(batch, documents, encoder=encoder) as (state, session):
-                    decoded = self.decode(state, session, settings, timer, encoder=encoder)
-                found += [self.answer(one, decoded, row, documents, encoder=encoder) for row, one in enumerate(batch)]
-        return found
+                with self.linked(batch, references, encoder=encoder, past=past) as (state, session):
+                    check_wanted(stop)
+                    length = state.input_ids.shape[1]
+                    arguments = with_length(settings, method.backbone, length, method.max_prompt_tokens)
+                    arguments["stopping_criteria"] = [*(arguments.get("stopping_criteria") or ()), timer]
+                    sequences, cache = state.generate_with_cache(**arguments)
+                    new = [trim(row[length:].tolist(), arguments, len(sequences)) for row in sequences]
+                    total_s = time.perf_counter() - start
+                    mac = None if session is None else session.report()
+                for row, (segments, _) in enumerate(batch):
+                    uses = None if state.uses is None else state.uses[row]
+                    # each document counts once, for the first question that has it
+                    spent = sum(compiled.pop(segment.key, 0) for segment in segments)
+                    report = Report(
+                        method=self.method.name,
+                        encoder=encoder and self.method.uses_encoder,
+                        documents=document_reports(segments, uses, references),
+                        prompt_tokens=state.prompt_tokens[row],
+                        computed_tokens=state.computed[row] + spent,
+                        compiled_tokens=spent,
+                        head_tokens=state.head_tokens,
+                        recomputed_tokens=state.recomputed[row],
+                        answer_tokens=len(new[row]),
+                        cache_bytes=cache_bytes(segments, uses, references),
+                        ttft_s=timer.ttft_s or total_s,
+                        total_s=total_s,
+                        mac=mac,
+                    )
+                    yield Answer(answer_text(self.tokenizer, new[row]), new[row], report), state, sequences, cache

@@ -22,7 +22,7 @@ from comb.backbones.forward import StageTimes, count_in
 from comb.hybrid.caches import give_room, new_cache, read_state, run, shift_in, write_state
 from comb.hybrid.picache import HybridPICache, SegmentState
 from comb.hybrid.support import HybridSupport
-from comb.linking.rotation import Rerotation, Rotation
+from comb.linking.positions import Rerotation, Rotation
 
 Mode = Literal["addition", "transition", "rotation", "seam"]
 """HYPIC's ablation: states added up | with transitions | and keys re-rotated to their places | and seams recomputed."""

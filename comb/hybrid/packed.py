@@ -31,7 +31,7 @@ from comb.hybrid.support import HybridSupport
 from comb.linking.cache import ROOM, RoomyLayer, ScatteredRows, ScatterLayer
 from comb.linking.masks import Masks, masked_attention
 from comb.linking.recomputed import recomputed_attention
-from comb.linking.rotation import Rerotation
+from comb.linking.positions import Rerotation
 from comb.linking.support import distance, made_up_tokens, tolerance_of
 
 _MAX_MASK_ELEMENTS = 2**26

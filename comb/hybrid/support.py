@@ -30,7 +30,7 @@ from comb.linking.positions import (
     numbered,
     states_by_position,
 )
-from comb.linking.rotation import PositionMap, Rotation
+from comb.linking.positions import PositionMap, Rotation
 from comb.linking.support import distance, made_up_tokens, tolerance_of
 
 _TOKENS, _HEAD = 11, 5

@@ -22,7 +22,7 @@ from transformers.cache_utils import (
 
 from comb.backbones.identity import identity_of
 from comb.cache.picache import DecoderPICache
-from comb.linking.rotation import PositionMap
+from comb.linking.positions import PositionMap
 from comb.waits import on_device
 
 ROOM = 128
@@ -200,20 +200,17 @@ class ScatterCache(Cache):
         self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any
     ) -> tuple[Tensor, Tensor]:
         if layer_idx == self.stop_layer:
-            self._compare(self.layers[layer_idx], key_states, value_states)
-            self.layers[layer_idx].update(key_states, value_states)
+            # the rows' squared distance between cached and new keys and values
+            if self.deviation is None:
+                self.deviation = torch.zeros(self.rows.length, device=key_states.device)
+            where, layer = self.rows.on(key_states.device), self.layers[layer_idx]
+            for cached, new in ((layer.keys, key_states), (layer.values, value_states)):
+                difference = new.float() - cached.index_select(2, where).float()
+                self.deviation[where] += difference.square().sum(dim=(0, 1, 3))
+            layer.update(key_states, value_states)
             raise LayerReached
         updated: tuple[Tensor, Tensor] = self.layers[layer_idx].update(key_states, value_states, *args, **kwargs)
         return updated
-
-    def _compare(self, layer: Any, keys: Tensor, values: Tensor) -> None:
-        """Adds the rows' squared distance between cached and new keys and values to `deviation` [N]."""
-        if self.deviation is None:
-            self.deviation = torch.zeros(self.rows.length, device=keys.device)
-        where = self.rows.on(keys.device)
-        for cached, new in ((layer.keys, keys), (layer.values, values)):
-            difference = new.float() - cached.index_select(2, where).float()
-            self.deviation[where] += difference.square().sum(dim=(0, 1, 3))
 
     def dynamic(self, model: Any, length: int) -> DynamicCache:
         """The first `length` tokens as an ordinary cache of `model`, which shares this one's memory where it can."""
@@ -259,32 +256,27 @@ def assemble(
     layers = []
     for number, rotations in enumerate(positions.layers):
         held: Any = None if before is None else before.layers[number]
-        parts = [picache.keys[number] for picache in picaches], [picache.values[number] for picache in picaches]
-        earlier = (None, None) if held is None else (held.keys, held.values)
-        buffers = [_place(spans, *pair, start, end + ROOM) for pair in zip(parts, earlier, strict=True)]
-        if rerotation is not None:
-            for buffer, rotation in zip(buffers, rotations, strict=True):
+        buffers = []
+        for name, rotation in zip(("keys", "values"), rotations, strict=True):
+            tensors = [getattr(picache, name)[number] for picache in picaches]
+            pieces = [(span.start, tensor) for span, tensor in zip(spans, tensors, strict=True)]
+            if held is not None:  # layers with a sliding window have forgotten the first tokens: no row looks that far
+                earlier = getattr(held, name)[0]
+                pieces.insert(0, (start - earlier.shape[1], earlier))
+            heads, _, channels = tensors[0].shape
+            parts, position = [], 0
+            for at, tensor in pieces:
+                if at > position:
+                    parts.append(tensor.new_zeros(heads, at - position, channels))
+                parts.append(tensor)
+                position = at + tensor.shape[1]
+            parts.append(tensors[0].new_zeros(heads, end + ROOM - position, channels))
+            buffer = torch.cat(parts, dim=1)[None]
+            if rerotation is not None:
                 rerotation.apply(buffer[:, :, first:last], rotation)
+            buffers.append(buffer)
         layers.append((buffers[0], buffers[1]))
     return ScatterCache(end, layers)
-
-
-def _place(spans: Sequence[Span], tensors: Sequence[Tensor], earlier: Tensor | None, start: int, end: int) -> Tensor:
-    """`earlier` [1, H, at most start, D] up to `start`, segments [H, T, D] at their places behind it: [1, H, end, D].
-
-    Zeros in between, and where layers with a sliding window have forgotten the first tokens: no row looks that far.
-    """
-    heads, _, channels = tensors[0].shape
-    parts: list[Tensor] = []
-    position = 0
-    held = [] if earlier is None else [(start - earlier.shape[2], earlier[0])]
-    for at, tensor in [*held, *((span.start, tensor) for span, tensor in zip(spans, tensors, strict=True))]:
-        if at > position:
-            parts.append(tensor.new_zeros(heads, at - position, channels))
-        parts.append(tensor)
-        position = at + tensor.shape[1]
-    parts.append(tensors[0].new_zeros(heads, end - position, channels))
-    return torch.cat(parts, dim=1)[None]
 
 
 def fork_cache(cache: Cache) -> Cache:
@@ -296,23 +288,23 @@ def fork_cache(cache: Cache) -> Cache:
     if type(cache) is not DynamicCache:
         return copy.deepcopy(cache)
     fork = copy.copy(cache)
-    fork.layers = [_fork_layer(layer) for layer in cache.layers]
+    fork.layers = []
+    for layer in cache.layers:
+        if isinstance(layer, RoomyLayer):
+            fork.layers.append(layer.fork())
+        elif type(layer) in (DynamicLayer, DynamicSlidingWindowLayer):
+            fork.layers.append(copy.copy(layer))
+        elif isinstance(layer, LinearAttentionCacheLayerMixin) and not isinstance(layer, DynamicSlidingWindowLayer):
+            linear = copy.copy(layer)
+            for name, value in vars(layer).items():
+                if isinstance(value, dict):  # per state: tensors, and what is known of them
+                    items = value.items()
+                    copies = {key: item.clone() if isinstance(item, Tensor) else item for key, item in items}
+                    setattr(linear, name, copies)
+            fork.layers.append(linear)
+        else:
+            fork.layers.append(copy.deepcopy(layer))
     return fork
-
-
-def _fork_layer(layer: Any) -> Any:
-    if isinstance(layer, RoomyLayer):
-        return layer.fork()
-    if type(layer) in (DynamicLayer, DynamicSlidingWindowLayer):
-        return copy.copy(layer)
-    if isinstance(layer, LinearAttentionCacheLayerMixin) and not isinstance(layer, DynamicSlidingWindowLayer):
-        fork = copy.copy(layer)
-        for name, value in vars(layer).items():
-            if isinstance(value, dict):  # per state: tensors, and what is known of them
-                copies = {key: item.clone() if isinstance(item, torch.Tensor) else item for key, item in value.items()}
-                setattr(fork, name, copies)
-        return fork
-    return copy.deepcopy(layer)
 
 
 def repeat_rows(cache: Cache, copies: int) -> None:

@@ -1,32 +1,90 @@
-"""Recomputes chosen tokens of a prompt inside cached keys and values: one pass of the backbone over those rows alone.
+"""Passes of the backbone: over a segment to be compiled, and over chosen tokens inside cached keys and values.
 
-A pass feeds the chosen tokens with their positions; each layer scatters their keys and values into the `ScatterCache`
-and attends to all of it, under a mask by position (``key_pos <= query_pos``), never aligned to a corner: a recomputed
-token can't see what stands behind it. Ways that give the same without the mask: `comb.linking.recomputed`.
-
-`recompute` takes scattered rows at once. `recompute_in_order` is its plain twin: runs of neighbouring tokens one after
-the other, each as an ordinary continuation of everything before it. It is the reference, and the path for models that
-take no such mask (ALiBi).
+A recomputing pass feeds the chosen tokens with their positions; each layer scatters their keys and values into the
+`ScatterCache` and attends to all of it, under a mask by position (``key_pos <= query_pos``), never aligned to a corner:
+a recomputed token can't see what stands behind it. Ways that give the same without the mask: `comb.linking.recomputed`.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
-from transformers.cache_utils import DynamicCache, DynamicLayer
+from transformers.cache_utils import Cache, DynamicCache, DynamicLayer
 
+from comb.backbones.attention_calls import AttentionCall
 from comb.backbones.forward import count_tokens, run_decoder, takes_positions
-from comb.linking.cache import LayerReached, ScatterCache, ScatteredRows, plain_layer
+from comb.cache.picache import DecoderPICache
+from comb.linking.cache import LayerReached, RoomyLayer, ScatterCache, ScatteredRows, empty_cache, plain_layer
 from comb.linking.masks import Masks
 from comb.linking.recomputed import recomputed_attention
+from comb.waits import all_finite
 
 # A portion reads all weights once and attends to the keys in front of its last row only. On a CPU small portions save
 # more attention than they cost in weights; a GPU wants them larger.
 _MAX_ROWS = 256
 _MAX_ROWS_GPU = 1024
 _MAX_MASK_ELEMENTS = 2**26
+
+
+def compile_tokens(
+    model: Any, fingerprint: str, token_ids: Sequence[int], before: Sequence[DecoderPICache] = ()
+) -> DecoderPICache:
+    """Keys and values [kv_heads, tokens, head_dim] of `token_ids`, by one pass. The caller holds the model's lock.
+
+    Args:
+        before: what stands in front, from the start of the prompt; without it `token_ids` begin at position zero.
+
+    Raises:
+        ValueError: when the backbone computes NaN or infinity.
+    """
+    start = sum(piece.num_tokens for piece in before)
+    end = start + len(token_ids)
+    # without a configuration every layer keeps all its tokens, also those behind a sliding window
+    cache = DynamicCache()
+    cache.layers = [RoomyLayer.of(plain_layer(*tensors), end) for tensors in _joined(model, before)]
+    ids = torch.tensor([list(token_ids)])
+    positions = torch.arange(start, end)[None] if takes_positions(model) else None
+    mask = torch.ones(1, end, dtype=torch.long)
+    run_decoder(model, ids, cache, attention_mask=mask, position_ids=positions)
+    layers: list[Any] = cache.layers
+    keys, values = ([getattr(layer, name)[0, :, start:] for layer in layers] for name in ("keys", "values"))
+    if not all_finite((*keys, *values)):
+        raise ValueError(
+            f"the backbone gave NaN or infinite keys or values for a segment of {len(token_ids)} tokens: its "
+            f"weights are damaged or overflow in {str(model.dtype).removeprefix('torch.')}"
+        )
+    return DecoderPICache(fingerprint, tuple(keys), tuple(values), torch.tensor(list(token_ids)))
+
+
+def cache_of(model: Any, pieces: Sequence[DecoderPICache], length: int) -> Cache:
+    """An ordinary cache over all of `pieces`, of copies, with room for `length` tokens and a little more."""
+    cache = empty_cache(model)
+    for number, (keys, values) in enumerate(_joined(model, pieces)):
+        layer = cache.layers[number]
+        if type(layer) is DynamicLayer:
+            cache.layers[number] = RoomyLayer.of(plain_layer(keys, values), length)
+        else:
+            layer.update(keys, values)
+            # the layer keeps a view of its window; all that is in front must not stay alive behind it
+            layer.keys, layer.values = layer.keys.clone(), layer.values.clone()
+    return cache
+
+
+def _joined(model: Any, pieces: Sequence[DecoderPICache]) -> list[tuple[Tensor, Tensor]]:
+    """Per layer, keys and values [1, kv_heads, tokens, head_dim] of all pieces; of a single one they are its own."""
+    device = model.get_input_embeddings().weight.device
+
+    def joined(tensors: Sequence[Tensor]) -> Tensor:
+        near = [tensor.to(device) for tensor in tensors]  # a head is there already, what a store keeps may not be
+        return (torch.cat(near, dim=1) if len(near) > 1 else near[0])[None]
+
+    return [
+        (joined([piece.keys[number] for piece in pieces]), joined([piece.values[number] for piece in pieces]))
+        for number in range(len(pieces[0].keys) if pieces else 0)
+    ]
 
 
 def recompute(
@@ -49,7 +107,9 @@ def recompute(
     device = model.get_input_embeddings().weight.device
     most = _MAX_ROWS if device.type == "cpu" else _MAX_ROWS_GPU
     while start < len(positions):
-        size = _portion(positions, start, most)
+        size = min(most, len(positions) - start)
+        while size > 1 and size * (int(positions[start + size - 1]) + 1) > _MAX_MASK_ELEMENTS:
+            size //= 2
         portion = positions[start : start + size]
         start += size
         cache.rows.positions = torch.cat([portion, last]) if with_last and start < len(positions) else portion
@@ -67,16 +127,18 @@ def recompute(
 
 
 def recompute_in_order(model: Any, cache: ScatterCache, token_ids: Tensor, positions: Tensor) -> Tensor | None:
-    """What `recompute` does, run by run: each run of neighbouring tokens continues an ordinary cache of all before it.
+    """The plain twin of `recompute`: each run of neighbouring tokens continues an ordinary cache of all before it.
 
-    Uses no mask but the model's own, so it works for any model with keys and values, and says what `recompute` must
-    give. As many passes as there are runs.
+    Uses no mask but the model's own, so it works for any model with keys and values (ALiBi), and says what `recompute`
+    must give. As many passes as there are runs.
     """
     hidden: Tensor | None = None
     takes = takes_positions(model)
     for first, last in ScatteredRows(cache.rows.length, positions).runs():
         before = DynamicCache()
-        before.layers = [_beginning(layer, first) for layer in cache.layers]
+        for layer in cache.layers:
+            empty = DynamicLayer()
+            before.layers.append(plain_layer(layer.keys[:, :, :first], layer.values[:, :, :first]) if first else empty)
         cache.rows.positions = torch.arange(first, last)
         where = cache.rows.positions[None]
         ids, mask = token_ids[cache.rows.positions][None], torch.ones(1, last, dtype=torch.long)
@@ -91,12 +153,32 @@ def recompute_in_order(model: Any, cache: ScatterCache, token_ids: Tensor, posit
     return hidden
 
 
-def _beginning(layer: Any, length: int) -> DynamicLayer:
-    return plain_layer(layer.keys[:, :, :length], layer.values[:, :, :length]) if length else DynamicLayer()
+class QueryAttention:
+    """Adds up, over layers and heads, the attention that rows from position `start` on pay to each token. What a model
+    adds to its scores (soft caps, sinks) doesn't count here.
 
+    Shapes: H query heads in G groups, S rows being computed, K keys that they may see, N tokens of the prompt.
+    """
 
-def _portion(positions: Tensor, start: int, most: int) -> int:
-    size = min(most, len(positions) - start)
-    while size > 1 and size * (int(positions[start + size - 1]) + 1) > _MAX_MASK_ELEMENTS:
-        size //= 2
-    return size
+    def __init__(self, rows: ScatteredRows, start: int) -> None:
+        self.rows = rows
+        self.start = start
+        self._sums: dict[torch.device, Tensor] = {}
+
+    @property
+    def paid(self) -> Tensor:
+        """The sums [N], float32, on the CPU. They are added up where the layers are, and waited for here."""
+        total = torch.zeros(self.rows.length)
+        for part in self._sums.values():
+            total += part.cpu()
+        return total
+
+    def __call__(self, call: AttentionCall) -> None:
+        """One layer's call: queries [1, H, S, D], keys [1, G, K, D], and a mask [1, 1, S, K] of bools or numbers."""
+        first = int((self.rows.positions < self.start).sum())  # rows are sorted: those that ask are the last ones
+        if first == len(self.rows.positions):
+            return
+        paid = call.scores(first).softmax(-1).sum(dim=(0, 1, 2, 3))
+        if paid.device not in self._sums:
+            self._sums[paid.device] = torch.zeros(self.rows.length, device=paid.device)
+        self._sums[paid.device][: len(paid)] += paid

@@ -10,8 +10,8 @@ Shapes: H cached heads, T tokens, D channels, m rotated pairs.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import replace
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -20,8 +20,8 @@ from transformers.cache_utils import DynamicCache
 
 from comb.backbones.discovery import position_count
 from comb.backbones.forward import run_decoder, takes_positions
-from comb.backbones.rotary import RotaryEmbedding, length_limit, rotary_embeddings, tabulated_embeddings
-from comb.linking.rotation import PositionMap, Rerotation, Rotation
+from comb.backbones.rotary import RotaryEmbedding, Turns, length_limit, rotary_embeddings, tabulated_embeddings
+from comb.waits import on_device
 
 _PROBE_TOKENS = 4
 _USUAL = (0, 1, 2, 7, 61)
@@ -36,6 +36,96 @@ class UnmovableError(ValueError):
     """A backbone whose cached keys and values can't be moved to another position; the message says why."""
 
 
+@dataclass(frozen=True)
+class Rotation:
+    """The rotary part of one cached tensor: 2m channels from `start` on.
+
+    `interleaved`: channels 2j and 2j+1 are a pair (GPT-J); otherwise j and j+m are (NeoX, Llama).
+    """
+
+    source: int
+    start: int
+    interleaved: bool
+
+    def pairs(self, tensor: Tensor, m: int) -> tuple[Tensor, Tensor]:
+        """Views of the first and second channels of all pairs, each [..., m]."""
+        if self.interleaved:
+            end = self.start + 2 * m
+            return tensor[..., self.start : end : 2], tensor[..., self.start + 1 : end : 2]
+        middle = self.start + m
+        return tensor[..., self.start : middle], tensor[..., middle : middle + m]
+
+
+@dataclass(frozen=True)
+class PositionMap:
+    """What `find_positions` found: per cache layer the rotation in its keys and values (None: no positions there)."""
+
+    layers: tuple[tuple[Rotation | None, Rotation | None], ...]
+    sources: tuple[RotaryEmbedding, ...]
+
+    @property
+    def limit(self) -> int | None:
+        """Positions of a pass up to which their number changes no key; None where it never does.
+
+        Segments are compiled in passes that stay below.
+        """
+        return min((source.limit for source in self.sources if source.limit is not None), default=None)
+
+    def rerotation(self, compiled: Tensor, linked: Tensor, length: int, device: torch.device) -> Rerotation:
+        """Cosines and sines on `device` that take tokens from `compiled` positions [T] to `linked` positions [T].
+
+        Args:
+            compiled: below `limit`.
+            length: of the whole prompt, for embeddings that depend on it.
+        """
+        count, both = len(compiled), on_device(torch.cat([compiled, linked]), device)
+        turns = []
+        for source in self.sources:
+            if source.limit is None:
+                cos, sin = source.ask(both)
+                turns.append(((cos[:count], sin[:count]), (cos[count:], sin[count:])))
+            else:
+                turns.append((source.turns(both[:count], 1), source.turns(both[count:], length)))
+        return Rerotation.between(turns)
+
+
+@dataclass(frozen=True)
+class Rerotation:
+    """Per rotary embedding, cosines and sines [T, m] in float32 or more."""
+
+    factors: tuple[tuple[Tensor, Tensor], ...]
+
+    @classmethod
+    def between(cls, turns: Iterable[tuple[Turns, Turns]]) -> Rerotation:
+        """Per embedding, from the turns that tokens have to those that they are to have; a common magnitude falls out.
+
+        As the model computed both, so that what was turned is what the model itself would have turned.
+        """
+        factors = []
+        for (cos, sin), (new_cos, new_sin) in turns:
+            # not fused: what stays in its place is turned by nothing, to the last bit
+            size = cos * cos + sin * sin
+            factors.append(((cos * new_cos + sin * new_sin) / size, (cos * new_sin - sin * new_cos) / size))
+        return cls(tuple(factors))
+
+    def apply(self, tensor: Tensor, rotation: Rotation | None) -> Tensor:
+        """Re-rotates `tensor` [..., T, D] in place, computing in float32 (in float64 for a float64 tensor)."""
+        if rotation is None:
+            return tensor
+        dtype = torch.float64 if tensor.dtype == torch.float64 else torch.float32
+        cos, sin = (factor.to(tensor.device, dtype) for factor in self.factors[rotation.source])
+        first, second = rotation.pairs(tensor, cos.shape[-1])
+        a, b = first.to(dtype), second.to(dtype)
+        turned = (a * cos).addcmul_(b, sin, value=-1)
+        second.copy_((b * cos).addcmul_(a, sin))
+        first.copy_(turned)
+        return tensor
+
+
+Found = tuple[RotaryEmbedding, Rotation] | str | None
+"""What `RotaryProbe.explain` says."""
+
+
 @torch.no_grad()
 def find_positions(model: Any, new_cache: Callable[[], Any] = DynamicCache) -> PositionMap:
     """Asks `model` where its cached keys and values hold positions. The caller holds its lock (`exclusive`).
@@ -46,7 +136,58 @@ def find_positions(model: Any, new_cache: Callable[[], Any] = DynamicCache) -> P
     Raises:
         UnmovableError: when no rotation explains how they change with the position.
     """
-    return _with_position_ids(model, new_cache) if takes_positions(model) else _without_position_ids(model, new_cache)
+    if not takes_positions(model):
+        return _without_position_ids(model, new_cache)
+    probe = RotaryProbe(model)
+    explained = probe.explanations(probe.passes, new_cache)
+    if any(None in found for found in explained):
+        # the rows of one pass may differ by rounding alone (`states_by_position`)
+        alone = [[position] for position in dict.fromkeys(position for each in probe.passes for position in each)]
+        explained = probe.explanations(alone, new_cache)
+    sources: list[RotaryEmbedding] = []
+    layers = []
+    for number, found in enumerate(explained):
+        if None in found:
+            part = "keys" if found[0] is None else "values"
+            raise UnmovableError(
+                f"the cached {part} of layer {number} change with the position in a way that no rotary embedding "
+                "explains (learned absolute positions?), so a compiled document can't be moved to another place"
+            )
+        keys, values = found or (None, None)
+        layers.append((numbered(keys, sources), numbered(values, sources)))
+    return PositionMap(tuple(layers), tuple(sources))
+
+
+def numbered(found: Found, sources: list[RotaryEmbedding]) -> Rotation | None:
+    """A rotation whose source counts among `sources`, where the embedding is put if it isn't there."""
+    if not isinstance(found, tuple):
+        return None
+    embedding, rotation = found
+    if embedding not in sources:
+        sources.append(embedding)
+    return replace(rotation, source=sources.index(embedding))
+
+
+def _without_position_ids(model: Any, new_cache: Callable[[], Any]) -> PositionMap:
+    """ALiBi models take no positions: their layer 0 must cache the same for a token wherever it stands."""
+    ids = _probe_ids(model)[:2]
+    caches = []
+    for tokens in (ids, ids[1:]):
+        cache = new_cache()
+        run_decoder(model, torch.tensor([tokens]), cache, attention_mask=torch.ones(1, len(tokens), dtype=torch.long))
+        caches.append(cache)
+    held = [number for number, layer in enumerate(caches[0].layers) if getattr(layer, "keys", None) is not None]
+    if not held:  # states alone, which know no positions
+        return PositionMap(((None, None),) * len(caches[0].layers), ())
+    first = held[0]
+    for name in ("keys", "values"):
+        second, alone = (getattr(cache.layers[first], name)[:, :, -1] for cache in caches)
+        if not _still(torch.stack([second, alone], dim=1).double(), _tolerance(model)):
+            raise UnmovableError(
+                f"the model takes no position_ids, and the cached {name} of its first layer depend on where a token "
+                "stands, so a compiled document can't be moved to another place"
+            )
+    return PositionMap(((None, None),) * len(caches[0].layers), ())
 
 
 class RotaryProbe:
@@ -59,7 +200,7 @@ class RotaryProbe:
     """
 
     def __init__(self, model: Any) -> None:
-        self.embeddings = rotary_embeddings(model)
+        self._model, self.embeddings = model, rotary_embeddings(model)
         if any(each.counts for each in self.embeddings):
             raise UnmovableError(
                 "its rotary embedding goes by the number of tokens in a pass, not by positions, and linked prompts "
@@ -87,28 +228,52 @@ class RotaryProbe:
         """What a pass gave, [probe tokens x positions, H, 1, D], as [probe tokens, positions, H, D] float64."""
         return tensor.double().reshape(len(self._ids), -1, *tensor.shape[1::2])
 
-    def explain(self, seen: Tensor, passes: Sequence[Sequence[int]]) -> tuple[RotaryEmbedding, Rotation] | str | None:
+    def explain(self, seen: Tensor, passes: Sequence[Sequence[int]]) -> Found:
         """The embedding and the rotation (of source 0) behind `seen`, as `by_position` gives it of each of `passes`
         over positions, joined; "still": nothing changes; None: nothing fits."""
         if _still(seen, self._tolerance):
             return "still"
         # angles of a table in float32 are off by this much at its end
         rounding = max(map(max, passes)) * 2.0**-22
-        return self._fitting(self.embeddings, seen, passes, self._tolerance) or self._fitting(
-            self._guesses, seen, passes, max(self._tolerance, rounding)
-        )
+        guessed = max(self._tolerance, rounding)
+        for embeddings, least in ((self.embeddings, self._tolerance), (self._guesses, guessed)):
+            best: tuple[RotaryEmbedding, Rotation] | None = None
+            for embedding in embeddings:
+                parts = [embedding.turns(torch.tensor(list(positions)), max(positions) + 1) for positions in passes]
+                cos, sin = (torch.cat(each)[:, None].to(seen.device) for each in zip(*parts, strict=True))
+                for error, rotation in _errors(seen, Rerotation.between([((cos[:1], sin[:1]), (cos, sin))])):
+                    if error < least:
+                        least, best = error, (embedding, rotation)
+            if best is not None:
+                return best
+        return None
 
-    def _fitting(
-        self, embeddings: Sequence[RotaryEmbedding], seen: Tensor, passes: Sequence[Sequence[int]], tolerance: float
-    ) -> tuple[RotaryEmbedding, Rotation] | None:
-        best: tuple[float, tuple[RotaryEmbedding, Rotation] | None] = (tolerance, None)
-        for embedding in embeddings:
-            parts = [embedding.turns(torch.tensor(list(positions)), max(positions) + 1) for positions in passes]
-            cos, sin = (torch.cat(each)[:, None].to(seen.device) for each in zip(*parts, strict=True))
-            for error, rotation in _errors(seen, Rerotation.between([((cos[:1], sin[:1]), (cos, sin))])):
-                if error < best[0]:
-                    best = error, (embedding, rotation)
-        return best[1]
+    def explanations(self, passes: Sequence[Sequence[int]], new_cache: Callable[[], Any]) -> list[tuple[Found, ...]]:
+        """Per layer what `explain` says of its keys and its values, seen in `passes`; none where it keeps a state."""
+        shots = [self._single_tokens(positions, new_cache) for positions in passes]
+        return [
+            tuple(self.explain(torch.cat(parts, dim=1), passes) for parts in zip(*layer, strict=True))
+            for layer in zip(*shots, strict=True)
+        ]
+
+    def _single_tokens(self, positions: Sequence[int], new_cache: Callable[[], Any]) -> list[tuple[Tensor, ...]]:
+        """Per layer, keys and values [probe tokens, positions, H, D] of tokens that see only themselves."""
+        tokens, where = self.inputs(positions)
+        cache = new_cache()
+        run_decoder(self._model, tokens, cache, position_ids=where)
+        shots: list[tuple[Tensor, ...]] = []
+        linear = getattr(cache, "linear_cache", ())  # MiniMax has empty layers in the places of linear ones
+        for number, layer in enumerate(cache.layers):
+            state = number < len(linear) and isinstance(linear[number], Tensor)
+            if state or (hasattr(layer, "recurrent_states") and getattr(layer, "keys", None) is None):
+                shots.append(())
+                continue
+            if layer.keys is None or layer.values is None or layer.keys.ndim != 4:
+                raise UnmovableError(f"a cache layer holds {type(layer).__name__} without keys and values per token")
+            shots.append((self.by_position(layer.keys), self.by_position(layer.values)))
+        if not all(bool(torch.isfinite(tensor).all()) for shot in shots for tensor in shot):
+            raise UnmovableError(f"the backbone computes NaN or infinite keys and values in {self._model.dtype}")
+        return shots
 
 
 @torch.no_grad()
@@ -163,36 +328,6 @@ def explain_states(model: Any, number: int, seen: Tensor) -> tuple[tuple[RotaryE
     )
 
 
-def _with_position_ids(model: Any, new_cache: Callable[[], Any]) -> PositionMap:
-    probe = RotaryProbe(model)
-    explained = _explanations(model, probe, probe.passes, new_cache)
-    if any(None in found for found in explained):
-        # the rows of one pass may differ by rounding alone (`states_by_position`)
-        alone = [[position] for position in dict.fromkeys(position for each in probe.passes for position in each)]
-        explained = _explanations(model, probe, alone, new_cache)
-    sources: list[RotaryEmbedding] = []
-    layers = []
-    for number, found in enumerate(explained):
-        if None in found:
-            part = "keys" if found[0] is None else "values"
-            raise UnmovableError(
-                f"the cached {part} of layer {number} change with the position in a way that no rotary embedding "
-                "explains (learned absolute positions?), so a compiled document can't be moved to another place"
-            )
-        layers.append(tuple(numbered(each, sources) for each in found) or (None, None))
-    return PositionMap(tuple(layers), tuple(sources))  # type: ignore[arg-type]
-
-
-def numbered(found: tuple[RotaryEmbedding, Rotation] | str | None, sources: list[RotaryEmbedding]) -> Rotation | None:
-    """A rotation whose source counts among `sources`, where the embedding is put if it isn't there."""
-    if not isinstance(found, tuple):
-        return None
-    embedding, rotation = found
-    if embedding not in sources:
-        sources.append(embedding)
-    return replace(rotation, source=sources.index(embedding))
-
-
 def check_shifts(embeddings: Sequence[RotaryEmbedding]) -> None:
     """Raises UnmovableError unless a step of one position turns alike everywhere."""
     at = torch.tensor([0, 2, 7, 61])
@@ -201,64 +336,6 @@ def check_shifts(embeddings: Sequence[RotaryEmbedding]) -> None:
         ((cos, sin),) = Rerotation.between([(here, there)]).factors
         if float(torch.stack([cos - cos[:1], sin - sin[:1]]).abs().max()) > 1e-3:
             raise UnmovableError("its rotary embedding turns tokens that are moved equally far by different angles")
-
-
-def _without_position_ids(model: Any, new_cache: Callable[[], Any]) -> PositionMap:
-    """ALiBi models take no positions: their layer 0 must cache the same for a token wherever it stands."""
-    ids = _probe_ids(model)[:2]
-    caches = []
-    for tokens in (ids, ids[1:]):
-        cache = new_cache()
-        run_decoder(model, torch.tensor([tokens]), cache, attention_mask=torch.ones(1, len(tokens), dtype=torch.long))
-        caches.append(cache)
-    held = [number for number, layer in enumerate(caches[0].layers) if getattr(layer, "keys", None) is not None]
-    if not held:  # states alone, which know no positions
-        return PositionMap(((None, None),) * len(caches[0].layers), ())
-    first = held[0]
-    for name in ("keys", "values"):
-        second, alone = (getattr(cache.layers[first], name)[:, :, -1] for cache in caches)
-        if not _still(torch.stack([second, alone], dim=1).double(), _tolerance(model)):
-            raise UnmovableError(
-                f"the model takes no position_ids, and the cached {name} of its first layer depend on where a token "
-                "stands, so a compiled document can't be moved to another place"
-            )
-    return PositionMap(((None, None),) * len(caches[0].layers), ())
-
-
-def _explanations(
-    model: Any, probe: RotaryProbe, passes: Sequence[Sequence[int]], new_cache: Callable[[], Any]
-) -> list[list[tuple[RotaryEmbedding, Rotation] | str | None]]:
-    """Per layer, what explains its keys and its values (`RotaryProbe.explain`), seen in `passes`."""
-    seen = [_single_tokens(model, probe, positions, new_cache) for positions in passes]
-    return [
-        [probe.explain(torch.cat(parts, dim=1), passes) for parts in zip(*layer, strict=True)]
-        for layer in zip(*seen, strict=True)
-    ]
-
-
-def _single_tokens(
-    model: Any, probe: RotaryProbe, positions: Sequence[int], new_cache: Callable[[], Any]
-) -> list[tuple[Tensor, Tensor] | tuple[()]]:
-    """Per layer, keys and values [probe tokens, positions, H, D] of tokens that see only themselves.
-
-    Layers that keep a state have none.
-    """
-    tokens, where = probe.inputs(positions)
-    cache = new_cache()
-    run_decoder(model, tokens, cache, position_ids=where)
-    shots: list[Any] = []
-    linear = getattr(cache, "linear_cache", ())  # MiniMax has empty layers in the places of linear ones
-    for number, layer in enumerate(cache.layers):
-        state = number < len(linear) and isinstance(linear[number], Tensor)
-        if state or (hasattr(layer, "recurrent_states") and getattr(layer, "keys", None) is None):
-            shots.append(())
-            continue
-        if layer.keys is None or layer.values is None or layer.keys.ndim != 4:
-            raise UnmovableError(f"a cache layer holds {type(layer).__name__} without keys and values per token")
-        shots.append((probe.by_position(layer.keys), probe.by_position(layer.values)))
-    if not all(bool(torch.isfinite(tensor).all()) for shot in shots for tensor in shot):
-        raise UnmovableError(f"the backbone computes NaN or infinite keys and values in {model.dtype}")
-    return shots
 
 
 def _still(seen: Tensor, tolerance: float) -> bool:
@@ -276,7 +353,12 @@ def _errors(seen: Tensor, rerotation: Rerotation) -> Iterator[tuple[float, Rotat
         for interleaved in (False, True):
             rotation = Rotation(0, start, interleaved)
             predicted = rerotation.apply(origin.expand_as(seen).clone(), rotation)
-            yield float(((predicted - seen).abs() / (_pair_sizes(size, rotation, m) + least)).amax()), rotation
+            sizes = size.clone()
+            first, second = rotation.pairs(sizes, m)
+            larger = torch.maximum(first, second)  # each channel of a pair counts as its larger one
+            first.copy_(larger)
+            second.copy_(larger)
+            yield float(((predicted - seen).abs() / (sizes + least)).amax()), rotation
 
 
 def _sizes(seen: Tensor) -> tuple[Tensor, float]:
@@ -286,16 +368,6 @@ def _sizes(seen: Tensor) -> tuple[Tensor, float]:
     """
     size = seen.abs().amax(dim=(0, 1))
     return size, float(size.amax().clamp_min(1e-30)) * _NEGLIGIBLE
-
-
-def _pair_sizes(size: Tensor, rotation: Rotation, m: int) -> Tensor:
-    """`size` [H, D] with the larger of each rotated pair in both of its channels."""
-    sizes = size.clone()
-    first, second = rotation.pairs(sizes, m)
-    larger = torch.maximum(first, second)
-    first.copy_(larger)
-    second.copy_(larger)
-    return sizes
 
 
 def _probe_positions(model: Any, limit: int | None) -> list[int]:

@@ -83,17 +83,17 @@ class ScatteredAttention(ABC):
     def attend(self, call: AttentionCall) -> Attended:
         """The call's output [1, S, H, V]."""
         known = next(((mask, window) for mask, window in self.masks if mask is call.mask), None)
-        mixed = None if known is None or not self._takes(call, known[0]) else self.mixed(call, *known)
+        if known is None or known[0].dtype != torch.bool:
+            return call.exact()
+        whole = known[0].shape == (1, 1, len(self.rows.positions), call.keys.shape[2])
+        alone = call.query.shape[0] == 1 and call.query.shape[1] % call.keys.shape[1] == 0
+        takes = whole and alone and not call.dropout and call.options.get("position_bias") is None
+        mixed = self.mixed(call, *known) if takes else None
         return call.exact() if mixed is None else (mixed, None)
 
     @abstractmethod
     def mixed(self, call: AttentionCall, mask: Tensor, window: int | None) -> Tensor | None:
         """The output [1, S, H, V] of a call with one row of a batch, under `mask` [1, 1, S, K]; None: not this call."""
-
-    def _takes(self, call: AttentionCall, mask: Tensor) -> bool:
-        whole = mask.dtype == torch.bool and mask.shape == (1, 1, len(self.rows.positions), call.keys.shape[2])
-        alone = call.query.shape[0] == 1 and call.query.shape[1] % call.keys.shape[1] == 0
-        return whole and alone and not call.dropout and call.options.get("position_bias") is None
 
 
 class GroupedAttention(ScatteredAttention):

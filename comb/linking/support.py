@@ -20,8 +20,7 @@ from comb.cache.picache import DecoderPICache
 from comb.linking.cache import ScatterCache, Span, assemble
 from comb.linking.masks import Masks, cache_kinds, exact_attention, mask_candidates, masked_attention
 from comb.linking.passes import recompute, recompute_in_order
-from comb.linking.positions import UnmovableError, find_positions
-from comb.linking.rotation import PositionMap
+from comb.linking.positions import PositionMap, UnmovableError, find_positions
 
 # Frobenius norm of the difference over that of the result. 16-bit rounding differs with the shape of a batch.
 TOLERANCES = {torch.float64: 1e-6, torch.float32: 1e-4}
@@ -52,7 +51,7 @@ def find_support(model: Any) -> LinkSupport:
         UnmovableError: when it can't be, with the reason.
     """
     name = exact_attention(model)
-    found: LinkSupport | str = identity_of(model).fact(f"link support, {name}", lambda: _find(model, name))
+    found: LinkSupport | str = identity_of(model).fact(f"link support, {name}", lambda: _try(model, name))
     if isinstance(found, str):
         raise UnmovableError(found)
     return found
@@ -69,52 +68,47 @@ def check_keys_cached(model: Any) -> None:
         raise UnmovableError(reason)
 
 
+@torch.no_grad()
 def _why_not_cached(model: Any) -> str:
     try:
-        cache_kinds(model)
+        kinds = cache_kinds(model)
     except UnmovableError as error:
         return str(error)
-    with exclusive(model):
-        try:
-            return _why_not_continued(model)
-        except (RuntimeError, TypeError, ValueError, KeyError, IndexError, AttributeError, AssertionError) as error:
-            return f"its forward pass doesn't go on from a cache ({type(error).__name__}: {error})"
+    try:
+        with exclusive(model):
+            # beyond a window, where that is cheap: Moshi's cache has one, and its attention doesn't
+            windows = [window for window in (getattr(layer, "sliding_window", None) for layer in kinds) if window]
+            count = _QUERY + max(2, min((window for window in windows if window <= _SMALL_WINDOW), default=2))
+            ids, takes = made_up_tokens(model, count)[None], takes_positions(model)
 
+            def run(cache: Any, first: int, last: int) -> Tensor:
+                where, mask = torch.arange(first, last)[None] if takes else None, torch.ones(1, last, dtype=torch.long)
+                part = ids[:, first:last]
+                return run_decoder(model, part, cache, attention_mask=mask, position_ids=where)[0, -_QUERY:]
 
-@torch.no_grad()
-def _why_not_continued(model: Any) -> str:
-    windows = (getattr(layer, "sliding_window", None) for layer in cache_kinds(model))
-    # beyond a window, where that is cheap: Moshi's cache has one, and its attention doesn't
-    count = _QUERY + max(2, min((window for window in windows if window and window <= _SMALL_WINDOW), default=2))
-    cache: Any = DynamicCache(config=model.config)
-    ids, takes = made_up_tokens(model, count)[None], takes_positions(model)
-
-    def run(cache: Any, first: int, last: int) -> Tensor:
-        where, mask = torch.arange(first, last)[None] if takes else None, torch.ones(1, last, dtype=torch.long)
-        return run_decoder(model, ids[:, first:last], cache, attention_mask=mask, position_ids=where)[0, -_QUERY:]
-
-    whole = run(DynamicCache(config=model.config), 0, count)
-    run(cache, 0, count - _QUERY)
-    hidden = run(cache, count - _QUERY, count)
-    held = [getattr(layer, "keys", None) for layer in cache.layers]
-    without = [str(number) for number, keys in enumerate(held) if keys is None]
-    if len(without) == len(held):
-        return "its forward pass leaves nothing in a cache of keys and values: it keeps a state in a form of its own"
-    if without:
-        return f"layers {', '.join(without)} leave no keys and values in its cache: they keep a state of their own"
-    if max(keys.shape[2] for keys in held if keys is not None) > count:
-        return "its forward pass puts more tokens into its cache than the prompt has"
-    # not finite here and there: other checks say so
-    if distance(hidden, whole) > tolerance_of(model):
-        why = " (its layers quantise what they are given: a token comes out otherwise beside other tokens)"
-        return f"its forward pass doesn't go on from a cache as from the tokens in it{why * _quantises_passes(model)}"
-    return ""
-
-
-def _quantises_passes(model: Any) -> bool:
-    """Torch's dynamic quantisation, and bitsandbytes in 8 bits."""
-    kinds = {f"{type(module).__module__}.{type(module).__name__}" for module in model.modules()}
-    return any(kind.startswith("torch.ao.nn.quantized.dynamic") or kind.endswith("Linear8bitLt") for kind in kinds)
+            cache: Any = DynamicCache(config=model.config)
+            whole = run(DynamicCache(config=model.config), 0, count)
+            run(cache, 0, count - _QUERY)
+            hidden = run(cache, count - _QUERY, count)
+            held = [getattr(layer, "keys", None) for layer in cache.layers]
+            without = [str(number) for number, keys in enumerate(held) if keys is None]
+            if len(without) == len(held):
+                why = "its forward pass leaves nothing in a cache of keys and values"
+                return f"{why}: it keeps a state in a form of its own"
+            if without:
+                named = ", ".join(without)
+                return f"layers {named} leave no keys and values in its cache: they keep a state of their own"
+            if max(keys.shape[2] for keys in held if keys is not None) > count:
+                return "its forward pass puts more tokens into its cache than the prompt has"
+            if not distance(hidden, whole) > tolerance_of(model):  # also of what isn't finite: other checks say so
+                return ""
+    except (RuntimeError, TypeError, ValueError, KeyError, IndexError, AttributeError, AssertionError) as error:
+        return f"its forward pass doesn't go on from a cache ({type(error).__name__}: {error})"
+    # torch's dynamic quantisation, and bitsandbytes in 8 bits
+    names = {f"{type(module).__module__}.{type(module).__name__}" for module in model.modules()}
+    quantises = any(each.startswith("torch.ao.nn.quantized.dynamic") or each.endswith("Linear8bitLt") for each in names)
+    why = " (its layers quantise what they are given: a token comes out otherwise beside other tokens)"
+    return f"its forward pass doesn't go on from a cache as from the tokens in it{why * quantises}"
 
 
 def takes_padded_rows(model: Any) -> bool:
@@ -141,77 +135,50 @@ def _try_padding(model: Any) -> bool:
         return distance(model(input_ids=padded, **arguments).logits[0, -1], alone) <= tolerance_of(model)
 
 
-def _find(model: Any, name: str) -> LinkSupport | str:
+def _try(model: Any, name: str) -> LinkSupport | str:
+    """How a prompt of two compiled segments and a query is linked, under the attention `name`; or why it can't be."""
+    if any(parameter.is_meta for parameter in model.parameters()):
+        return "its weights are on the meta device"
     try:
         with exclusive(model), attention(model, name):
-            return _try(model)
+            check_keys_cached(model)
+            positions, tolerance = find_positions(model), tolerance_of(model)
+            length = sum(_SEGMENTS) + _QUERY
+            ids = made_up_tokens(model, length)
+            spans = [Span(0, _SEGMENTS[0], first=True), Span(_SEGMENTS[0], _SEGMENTS[1])]
+            picaches = []
+            for span in spans:
+                alone: Any = DynamicCache()
+                run_decoder(model, ids[None, span.start : span.end], alone)
+                keys, values = ([getattr(layer, part)[0] for layer in alone.layers] for part in ("keys", "values"))
+                picaches.append(DecoderPICache("", tuple(keys), tuple(values)))
+
+            def cache() -> ScatterCache:
+                device = model.get_input_embeddings().weight.device
+                return assemble(positions, picaches, spans, end=length, length=length, device=device)
+
+            reference = run_decoder(model, ids[None], DynamicCache())[0, -1]
+            ordered = recompute_in_order(model, cache(), ids, torch.arange(length))
+            if ordered is None or distance(ordered, reference) > tolerance:
+                return "its forward pass doesn't continue a cache of ordinary keys and values exactly"
+            scattered, expected = torch.tensor([5, 6, 9, 11, 12, 13, 14]), cache()
+            recompute_in_order(model, expected, ids, scattered)
+            # the first way of masking under which scattered rows come out as run by run
+            for masks in mask_candidates(model) if takes_positions(model) else []:
+                found = cache()
+                try:
+                    with masked_attention(model):
+                        recompute(model, found, ids, scattered, masks)
+                except (RuntimeError, TypeError, ValueError, KeyError, IndexError, AttributeError):
+                    continue  # it doesn't take this form; the next one, or run by run
+                pairs = zip(_tensors(found), _tensors(expected), strict=True)
+                if all(distance(left, right) <= tolerance for left, right in pairs):
+                    return LinkSupport(positions, masks)
     except UnmovableError as error:
         return str(error)
-
-
-def _try(model: Any) -> LinkSupport:
-    if any(parameter.is_meta for parameter in model.parameters()):
-        raise UnmovableError("its weights are on the meta device")
-    check_keys_cached(model)
-    positions = find_positions(model)
-    prompt = _TrialPrompt(model, positions)
-    every = torch.arange(prompt.length)
-    reference = prompt.plain()
-    ordered = recompute_in_order(model, prompt.cache(), prompt.token_ids, every)
-    if ordered is None or distance(ordered, reference) > prompt.tolerance:
-        raise UnmovableError("its forward pass doesn't continue a cache of ordinary keys and values exactly")
-    masks = _understood(model, prompt)
-    if masks is None and positions.limit is not None:
-        raise UnmovableError("it takes no mask by position, and its rotary embedding depends on the prompt's length")
-    return LinkSupport(positions, masks)
-
-
-def _understood(model: Any, prompt: _TrialPrompt) -> Masks | None:
-    """The first way of masking under which scattered rows come out as run by run; None if there is none."""
-    if not takes_positions(model):
-        return None
-    scattered = torch.tensor([5, 6, 9, 11, 12, 13, 14])
-    expected = prompt.cache()
-    recompute_in_order(model, expected, prompt.token_ids, scattered)
-    for masks in mask_candidates(model):
-        cache = prompt.cache()
-        try:
-            with masked_attention(model):
-                recompute(model, cache, prompt.token_ids, scattered, masks)
-        except (RuntimeError, TypeError, ValueError, KeyError, IndexError, AttributeError):
-            continue  # it doesn't take this form; the next one, or run by run
-        pairs = zip(_tensors(cache), _tensors(expected), strict=True)
-        if all(distance(left, right) <= prompt.tolerance for left, right in pairs):
-            return masks
-    return None
-
-
-class _TrialPrompt:
-    """Two compiled segments and a query."""
-
-    def __init__(self, model: Any, positions: PositionMap) -> None:
-        self.model = model
-        self.positions = positions
-        self.length = sum(_SEGMENTS) + _QUERY
-        self.tolerance = tolerance_of(model)
-        self.token_ids = made_up_tokens(model, self.length)
-        self.spans = [Span(0, _SEGMENTS[0], first=True), Span(_SEGMENTS[0], _SEGMENTS[1])]
-        self.picaches = [self._compile(span) for span in self.spans]
-
-    def cache(self) -> ScatterCache:
-        device = self.model.get_input_embeddings().weight.device
-        arguments = {"end": self.length, "length": self.length, "device": device}
-        return assemble(self.positions, self.picaches, self.spans, **arguments)
-
-    def plain(self) -> Tensor:
-        """Last hidden state of an ordinary forward pass over everything."""
-        return run_decoder(self.model, self.token_ids[None], DynamicCache())[0, -1]
-
-    def _compile(self, span: Span) -> DecoderPICache:
-        cache = DynamicCache()
-        run_decoder(self.model, self.token_ids[None, span.start : span.end], cache)
-        keys, values = ([getattr(layer, name)[0] for layer in cache.layers] for name in ("keys", "values"))
-        return DecoderPICache("", tuple(keys), tuple(values))
+    if positions.limit is not None:
+        return "it takes no mask by position, and its rotary embedding depends on the prompt's length"
+    return LinkSupport(positions, None)
 
 
 def _tensors(cache: ScatterCache) -> list[Tensor]:

@@ -19,7 +19,7 @@ from comb.backbones.rotary import RotaryEmbedding
 from comb.backbones.transformers_private import can_set_attention
 from comb.kernels.mac.state import accumulator
 from comb.linking.positions import RotaryProbe
-from comb.linking.rotation import Rerotation, Rotation
+from comb.linking.positions import Rerotation, Rotation
 
 # under which sparse attention (DeepSeek-V3.2, GLM-MoE-DSA, MiniMax-M3) hands over the keys that its indexer has chosen
 _CHOSEN = ("indices", "block_indices")

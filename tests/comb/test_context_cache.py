@@ -60,10 +60,10 @@ def test_messages_are_laid_out_as_written(tokenizer: Any) -> None:
 @pytest.mark.parametrize("spec", SPECS)
 def test_chat_with_cache_ids_in_any_order(model: Any, tokenizer: Any, spec: str) -> None:
     engine = PICEngine(model, tokenizer, method=spec)
-    a, b, c = engine.generate_context_cache(CHUNKS)
+    a, b, c = engine.add_documents(CHUNKS)
     settings = {"max_new_tokens": 6, "eos_token_id": None}
     for first, second in ((a, b), (b, a), (c, c)):
-        answer = engine.chat_completion(mixed(first, second), **settings)
+        answer = engine.chat(mixed(first, second), **settings)
         assert [document.id for document in answer.report.documents] == [first, second]
         if spec not in ("full", "prefix"):
             assert {document.state for document in answer.report.documents} == {"hit"}
@@ -72,11 +72,11 @@ def test_chat_with_cache_ids_in_any_order(model: Any, tokenizer: Any, spec: str)
             full = PICEngine(model, tokenizer, method="full")
             ids = full.add_documents([Document(texts[name], id=str(i)) for i, name in enumerate((first, second))])
             assert answer.token_ids == full.chat(mixed(*ids), **settings).token_ids
-    engine.expire_cache(b)
+    engine.remove_documents([b])
     with pytest.raises(UnknownDocumentError, match=b):
-        engine.chat_completion(mixed(a, b), **settings)
+        engine.chat(mixed(a, b), **settings)
     with pytest.raises(UnknownDocumentError):
-        engine.expire_cache(b)
+        engine.remove_documents([b])
     assert engine.store.stats().in_use == 0
 
 
@@ -86,8 +86,8 @@ def test_comb_reads_documents_named_in_messages(tokenizer: Any) -> None:
     backbone.resize_token_embeddings(len(tokenizer))
     model = open_gates(CombForCausalLM.from_backbone(backbone, num_encoder_layers=2))
     engine = PICEngine(model, tokenizer)
-    a, b, _ = engine.generate_context_cache(CHUNKS)
-    answer = engine.chat_completion(mixed(a, b), max_new_tokens=4)
+    a, b, _ = engine.add_documents(CHUNKS)
+    answer = engine.chat(mixed(a, b), max_new_tokens=4)
     assert answer.report.encoder
     assert answer.report.prompt_tokens == len(tokenizer.encode("<|system|>Facts: <|user|>Given who?<|assistant|>"))
     off = engine.chat(mixed(a, b), encoder=False, max_new_tokens=4)

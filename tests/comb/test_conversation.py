@@ -101,7 +101,7 @@ class HeldUntilClosed(LogitsProcessor):
             self.reached.set()
             assert self.known.wait(60)
             assert self.stream is not None
-            assert self.stream._outcome.stop.wait(60)
+            assert self.stream._generation.stop.wait(60)
         return scores
 
 
@@ -278,7 +278,7 @@ def test_a_turn_that_fails_leaves_everything_as_it_was(family: str, method: str)
 def test_a_stream_whose_answer_is_whole_is_a_turn_read_or_not() -> None:
     chat = engine_of().conversation([MILL])
     stream = chat.stream("When?", max_new_tokens=NEW)
-    stream._thread.join(60)
+    stream._generation.thread.join(60)
     stream.close()
     assert chat.messages[1:] == [{"role": "assistant", "content": stream.answer.text}]
 
@@ -323,10 +323,9 @@ def test_only_the_last_turn_is_held(family: str, method: str) -> None:
     chat = engine.conversation([MILL])
 
     def held(chat: Conversation) -> list[weakref.ref[Any]]:
-        left = chat._history.end
+        left = chat._history.past
         assert left is not None
-        assert left.past is not None
-        return [weakref.ref(layer) for layer in left.past.cache.layers]
+        return [weakref.ref(layer) for layer in left.cache.layers]
 
     def alive(references: list[weakref.ref[Any]]) -> int:
         gc.collect()

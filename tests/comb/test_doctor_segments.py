@@ -13,8 +13,8 @@ import torch
 from typer.testing import CliRunner
 
 from comb.backbones.tokenizer import load_tokenizer
-from comb.cli.doctor import segments
-from comb.cli.doctor.segments import KindVerdict, check_segments, kinds_below, made_prompts, read_prompts
+from comb.cli import doctor_segments as segments
+from comb.cli.doctor_segments import KindVerdict, check_segments, kinds_below, made_prompts, read_prompts
 from comb.cli.main import app
 from comb.documents.found import KINDS, SegmentFinder, kind_of
 from comb.model.source import load_named

@@ -23,7 +23,7 @@ from comb.hybrid.transition import (
     Transition,
     TransitionError,
 )
-from comb.linking.rotation import PositionMap, Rotation
+from comb.linking.positions import PositionMap, Rotation
 from tests.helpers.recurrences import dense_of, elementwise_recurrence, recurrence
 
 HEADS, KEYS, VALUES = 3, 12, 20

@@ -17,7 +17,7 @@ from comb.linking.cache import RoomyLayer, ScatterCache, Span, assemble, fork_ca
 from comb.linking.masks import Masks, masked_attention
 from comb.linking.passes import recompute, recompute_in_order
 from comb.linking.positions import UnmovableError, find_positions
-from comb.linking.rotation import Rerotation, Rotation
+from comb.linking.positions import Rerotation, Rotation
 from comb.linking.support import find_support
 from comb.methods.linked import Linked, PromptLayout
 from tests.helpers.families import FAMILIES, LINK_FAMILIES, tiny
@@ -435,7 +435,7 @@ def test_lengths_are_checked_before_anything_is_computed(monkeypatch: pytest.Mon
     method = methods.create("legolink:2", model_of("llama"))
     with pytest.raises(ValueError, match="256 positions"):  # each fits, all together don't
         method.link(method.compile([list(range(3, 103))] * 3), QUERY)
-    monkeypatch.setattr("comb.linking.compile.run_decoder", lambda *a, **k: pytest.fail("computed"))
+    monkeypatch.setattr("comb.linking.passes.run_decoder", lambda *a, **k: pytest.fail("computed"))
     with pytest.raises(ValueError, match="at most 255"):
         method.compile([DOCUMENTS[0], list(range(3, 120)) * 3])
     with pytest.raises(ValueError, match="empty segment"):

@@ -19,11 +19,10 @@ from comb.cache.picache import PICache
 from comb.engine.engine import PICEngine
 from comb.engine.workers import CompileExecutor, Deadline
 from comb.engine.workers import executor as executor_module
-from comb.engine.workers import request as request_module
 from comb.engine.workers.executor import SegmentWorker
 from comb.engine.workers.ray_actors import Compiler, Reply
 from comb.methods.base import Method
-from comb.methods.legolink import Naive
+from comb.methods.rules import Naive
 from comb.model.source import ModelSource
 from tests.helpers.hybrids import tiny_hybrid
 from tests.helpers.parallel import Inside
@@ -306,6 +305,6 @@ def test_a_result_under_another_key_is_not_taken(
     executor = CompileExecutor(lambda: Swapping(compiler, random.Random(0)), 2, "swapped")
     assert same(executor.compile(method, FAULTY), alone(method, FAULTY))
     assert executor.stats.damaged == 5
-    unchecked = request_module.deserialize
-    monkeypatch.setattr(request_module, "deserialize", lambda data, key, device: unchecked(data, "another", device))
+    unchecked = executor_module.deserialize
+    monkeypatch.setattr(executor_module, "deserialize", lambda data, key, device: unchecked(data, "another", device))
     assert not same(executor.compile(method, FAULTY), alone(method, FAULTY))

@@ -14,7 +14,7 @@ from comb.bench.parallel import ParallelOptions, measure_parallel, panels, simul
 from comb.bench.work.random_prompts import RandomPrompt
 from comb.cli import main as cli
 from comb.engine.workers import CompileExecutor
-from comb.engine.workers.request import lpt
+from comb.engine.workers.executor import lpt
 from comb.evaluation.plot import draw
 from comb.model.source import ModelSource
 from tests.comb.test_parallel_scheduling import makespan

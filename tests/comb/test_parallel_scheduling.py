@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from comb.bench.parallel import replay
-from comb.engine.workers.request import Deadline, Plan, lpt
+from comb.engine.workers.executor import Deadline, Plan, lpt
 
 COSTS = st.lists(st.integers(1, 4000), min_size=1, max_size=8)
 WORKERS = st.integers(1, 5)

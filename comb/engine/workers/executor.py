@@ -1,20 +1,22 @@
-"""`Method.compile`, spread over workers."""
+"""`Method.compile`, spread over workers: who compiles what, when one is late, and what of the answers can be used."""
 
 from __future__ import annotations
 
+import heapq
 import logging
 import threading
 import time
 from abc import ABC, abstractmethod
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Callable, Sequence
 from concurrent.futures import FIRST_COMPLETED, FIRST_EXCEPTION, Future, wait
 from contextlib import suppress
-from dataclasses import asdict, dataclass
-from typing import Self
+from dataclasses import asdict, dataclass, field
+from typing import Any, Self
 
-from comb.cache.picache import PICache
-from comb.engine.workers.request import CompileRequest, Deadline, Reply, lpt
+import numpy as np
+
+from comb.cache.picache import PICache, PICacheError, deserialize
 from comb.methods.base import Method, MethodSpec
 
 logger = logging.getLogger(__name__)
@@ -50,6 +52,61 @@ class Compiled:
     segment_s: tuple[float, ...] = ()  # of compiling each segment, in order
 
 
+Plan = list[list[int]]
+"""Per worker, the indices of its segments in the order in which it compiles them."""
+
+
+def lpt(costs: Sequence[float], workers: int) -> Plan:
+    """Longest processing time first: each segment, longest first, onto the worker with the least load.
+
+    The busiest worker's load is at most 4/3 - 1/(3 workers) times the least possible (Graham 1969). Ties go to the
+    segment and to the worker with the lower index, so equal input gives an equal plan.
+
+    Source: HYPIC sec. 4.4, eq. 9.
+    """
+    plan: Plan = [[] for _ in range(workers)]
+    loads = [(0.0, worker) for worker in range(workers)]
+    for index in sorted(range(len(costs)), key=lambda index: (-costs[index], index)):
+        load, worker = loads[0]
+        plan[worker].append(index)
+        heapq.heapreplace(loads, (load + costs[index], worker))
+    return plan
+
+
+@dataclass
+class Deadline:
+    """How long a worker may take for a segment: a floor, and a multiple of what the slowest one so far has needed.
+
+    A worker that exceeds it is given up and its segments are compiled locally, so a deadline that is too short costs
+    time, never an answer.
+    """
+
+    floor_s: float = 30.0  # added to every deadline
+    factor: float = 4.0  # times the slowest seconds per token seen so far
+    first_s: float = 600.0  # used until one segment has come back
+    _seconds_per_token: float = field(default=0.0, repr=False)
+
+    def seconds(self, tokens: int) -> float:
+        """Seconds after which a segment of so many tokens is late."""
+        if not self._seconds_per_token:
+            return self.first_s
+        return self.floor_s + self.factor * self._seconds_per_token * tokens
+
+    def observe(self, tokens: int, seconds: float) -> None:
+        """Learns from a segment that came back."""
+        self._seconds_per_token = max(self._seconds_per_token, seconds / tokens)
+
+
+@dataclass(frozen=True)
+class Reply:
+    """What a worker says to a segment."""
+
+    data: Any = None  # [bytes] uint8 (numpy), the PICache as a file holds it, checksum included; None if there is none
+    seconds: float = 0.0  # of compiling
+    error: str = ""  # why there is no PICache
+    refused: bool = False  # the worker's model or method isn't the one that was asked for
+
+
 class SegmentWorker(ABC):
     """One worker, and what it still has to do.
 
@@ -71,6 +128,63 @@ class SegmentWorker(ABC):
     @abstractmethod
     def end(self) -> None:
         """Ends it, however busy it is; harmless when called again."""
+
+
+@dataclass
+class CompileRequest:
+    """Segments, each compiled once; what is lost on the way is compiled here."""
+
+    method: Method
+    spec: MethodSpec
+    segments: Sequence[tuple[int, ...]]
+    counts: Counter[str]  # of the executor's `stats`
+    fingerprint: str = field(init=False)  # of the method as the request began
+    keys: list[str] = field(init=False)  # results' own: another segment's, or method's, isn't taken for one
+    sent: dict[Future[Reply], int] = field(default_factory=dict)  # which segment a worker answers
+    lost: list[int] = field(default_factory=list)  # segments to compile here
+    picaches: dict[int, PICache] = field(default_factory=dict)
+    segment_s: dict[int, float] = field(default_factory=dict)  # of compiling each segment
+    busy_s: dict[int, float] = field(default_factory=lambda: defaultdict(float))  # by worker; -1: here
+    decode_s: float = 0.0  # of checking and unpacking
+
+    def __post_init__(self) -> None:
+        self.fingerprint = self.method.fingerprint
+        self.keys = self.method.keys_of(self.segments)
+
+    def take(self, worker: int, index: int, reply: Reply) -> bool:
+        """Keeps what a worker says to a segment; False if it can't be used, and the segment is lost."""
+        start, tokens = time.perf_counter(), len(self.segments[index])
+        try:
+            if reply.error:
+                raise PICacheError(reply.error)
+            device = self.method.backbone.get_input_embeddings().weight.device
+            # copied: a store that kept the array would keep it in Ray's object store
+            picache = deserialize(np.asarray(reply.data, np.uint8).tobytes(), self.keys[index], device)
+            if picache.fingerprint != self.fingerprint or picache.num_tokens != tokens:
+                raise PICacheError(f"{tokens} tokens with fingerprint {self.fingerprint} expected, got {picache!r}")
+        except PICacheError as error:
+            kind = "refused" if reply.refused else "failed" if reply.error else "damaged"
+            logger.warning("worker %d: a segment is %s (%s): compiling it here", worker, kind, error)
+            self.counts[kind] += 1
+            self.lost.append(index)
+            return False
+        self.decode_s += time.perf_counter() - start
+        self._keep(worker, index, picache, reply.seconds)
+        self.counts["by_workers"] += 1
+        return True
+
+    def compile_one(self) -> None:
+        """Compiles one of the lost segments here. Raises what ``method.compile`` raises."""
+        index = self.lost.pop()
+        start = time.perf_counter()
+        (picache,) = self.method.compile([self.segments[index]])
+        self._keep(-1, index, picache, time.perf_counter() - start)
+        self.counts["locally"] += 1
+
+    def _keep(self, worker: int, index: int, picache: PICache, seconds: float) -> None:
+        self.picaches[index] = picache
+        self.segment_s[index] = seconds
+        self.busy_s[worker] += seconds
 
 
 class CompileExecutor:
@@ -179,7 +293,25 @@ class CompileExecutor:
         with self._lock:
             self._counts["requests"] += 1
             request = CompileRequest(method, spec, unique, self._counts)
-            self._finish(request, workers)
+            for index, worker in list(self._workers.items()):
+                if worker.loaded.done() and (error := worker.loaded.exception()) is not None:  # one in another's place
+                    logger.warning("worker %d could not be started again: %s", index, error)
+                    self._workers.pop(index).end()
+            ready = [index for index, worker in self._workers.items() if worker.loaded.done()][:workers]
+            if not ready:
+                logger.warning("no worker is there: %d segments are compiled here", len(unique))
+                request.lost.extend(range(len(unique)))
+            plan = lpt([len(segment) for segment in unique], len(ready)) if ready else []
+            try:
+                for index, own in zip(ready, plan, strict=True):
+                    self._send(index, own, request)
+                while len(request.picaches) < len(unique):
+                    self._listen(request)
+                    if request.lost:
+                        request.compile_one()
+            finally:
+                for future in request.sent:  # nobody wants what is left of a request that fails
+                    future.cancel()
         seconds = time.perf_counter() - start
         dispatch_s = min(seconds, max(request.busy_s.values()))
         order = [unique.index(tuple(segment)) for segment in segments]
@@ -203,28 +335,6 @@ class CompileExecutor:
         self.close()
 
     # ---- a request's steps; the lock is held ----
-
-    def _finish(self, request: CompileRequest, most: int | None) -> None:
-        """Every segment has its PICache after this, by `most` workers. Raises what ``method.compile`` raises."""
-        for index, worker in list(self._workers.items()):
-            if worker.loaded.done() and (error := worker.loaded.exception()) is not None:  # one in another's place
-                logger.warning("worker %d could not be started again: %s", index, error)
-                self._workers.pop(index).end()
-        ready = [index for index, worker in self._workers.items() if worker.loaded.done()][:most]
-        if not ready:
-            logger.warning("no worker is there: %d segments are compiled here", len(request.segments))
-            request.lost.extend(range(len(request.segments)))
-        plan = lpt([len(segment) for segment in request.segments], len(ready)) if ready else []
-        try:
-            for index, segments in zip(ready, plan, strict=True):
-                self._send(index, segments, request)
-            while len(request.picaches) < len(request.segments):
-                self._listen(request)
-                if request.lost:
-                    request.compile_one()
-        finally:
-            for future in request.sent:  # nobody wants what is left of a request that fails
-                future.cancel()
 
     def _send(self, index: int, segments: Sequence[int], request: CompileRequest) -> None:
         worker = self._workers[index]

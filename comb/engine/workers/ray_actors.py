@@ -20,8 +20,7 @@ import torch
 
 from comb import methods
 from comb.cache.picache import serialize
-from comb.engine.workers.executor import CompileExecutor, SegmentWorker
-from comb.engine.workers.request import Reply
+from comb.engine.workers.executor import CompileExecutor, Reply, SegmentWorker
 from comb.methods.base import Method, MethodSpec
 from comb.model.source import ModelSource
 
@@ -59,7 +58,10 @@ class Compiler:
             token_ids: of the segment; empty: nothing is compiled, the worker only says whether it would.
         """
         try:
-            method = self._method(spec)
+            name = json.dumps(asdict(spec), sort_keys=True)
+            if name not in self._methods:
+                self._methods[name] = methods.create(spec.name, self._model, **spec.parameters)
+            method = self._methods[name]
             if method.fingerprint != fingerprint:
                 why = f"this worker's method has the fingerprint {method.fingerprint}, not {fingerprint}"
                 return Reply(error=why, refused=True)
@@ -75,12 +77,6 @@ class Compiler:
         except Exception as error:
             logger.debug("could not compile", exc_info=True)
             return Reply(error=f"{type(error).__name__}: {error}")
-
-    def _method(self, spec: MethodSpec) -> Method:
-        name = json.dumps(asdict(spec), sort_keys=True)
-        if name not in self._methods:
-            self._methods[name] = methods.create(spec.name, self._model, **spec.parameters)
-        return self._methods[name]
 
 
 def ray_executor(

@@ -97,11 +97,11 @@ def check_segments(
         logger.warning("%d prompts have no room in the model's %d positions", long, room)
     if not found:
         raise ValueError(f"no segment of {least} tokens or more is found in these prompts")
-    return [
-        KindVerdict(spec, kind, len(rows), fmean(kl), bootstrap(kl)[1], fmean(share for _, share in rows))
-        for (spec, kind), rows in found.items()
-        for kl in [[kl for kl, _ in rows]]
-    ]
+    verdicts = []
+    for (spec, kind), rows in found.items():
+        kls, shares = zip(*rows, strict=True)
+        verdicts.append(KindVerdict(spec, kind, len(rows), fmean(kls), bootstrap(kls)[1], fmean(shares)))
+    return verdicts
 
 
 def kinds_below(verdicts: Sequence[KindVerdict], method: str, threshold: float) -> list[str]:
@@ -132,22 +132,20 @@ def made_prompts(count: int, seed: int = 0) -> dict[str, list[Messages]]:
     """Prompts of each kind, of texts that come with Python: its help topics, its source, schemas of its functions."""
     rng = random.Random(seed)
     texts = {kind: _TEXTS[kind](rng) for kind in KINDS}
-    made: dict[str, list[Messages]] = {
-        kind: [_asked([next(texts[kind]) for _ in range(PIECES)], _QUESTIONS[kind][n % 2]) for n in range(count)]
-        for kind in KINDS
-    }
-    made[CHAT] = [
-        [
-            turn
-            for place in range(PIECES)
-            for turn in (
-                {"role": "user", "content": f"Tell me something new, number {place + 1}."},
-                {"role": "assistant", "content": next(texts["prose"])},
-            )
-        ]
-        + [{"role": "user", "content": "Which of your answers was the most useful for a beginner, and why?"}]
-        for _ in range(count)
-    ]
+    made: dict[str, list[Messages]] = {}
+    for kind in KINDS:
+        made[kind] = []
+        for number in range(count):
+            passages = "\n\n".join(f"[{place + 1}]\n{next(texts[kind])}" for place in range(PIECES))
+            made[kind].append([{"role": "user", "content": f"{passages}\n\n{_QUESTIONS[kind][number % 2]}"}])
+    made[CHAT] = []
+    for _ in range(count):
+        turns = []
+        for place in range(PIECES):
+            turns.append({"role": "user", "content": f"Tell me something new, number {place + 1}."})
+            turns.append({"role": "assistant", "content": next(texts["prose"])})
+        turns.append({"role": "user", "content": "Which of your answers was the most useful for a beginner, and why?"})
+        made[CHAT].append(turns)
     return made
 
 
@@ -158,11 +156,6 @@ _QUESTIONS = {
     "json": ("Which of these tools would you call to work with text, and how?", "What does the second tool do?"),
     "logs": ("What went wrong in these logs, and when did it begin?", "How does the third log end?"),
 }
-
-
-def _asked(texts: Sequence[str], question: str) -> Messages:
-    passages = "\n\n".join(f"[{number}]\n{text}" for number, text in enumerate(texts, 1))
-    return [{"role": "user", "content": f"{passages}\n\n{question}"}]
 
 
 def _prose(rng: random.Random) -> Iterator[str]:

@@ -1,27 +1,34 @@
-"""Which methods are safe on a model: the exactness that each of them promises, tried on made-up documents.
+"""The equivalence gate: what must hold on a model that nobody tried before, checked on the model in hand.
 
-The reference is `full`. A check that can't fail says nothing, so a control must come out different: documents that were
-compiled apart and linked without recomputation.
+`run_checks` is about COMB's encoder, `check_methods` about the exactness that each method promises; its reference is
+`full`. A check that can't fail says nothing, so a control must come out different: documents that were compiled apart
+and linked without recomputation. `random_model` stands in where the weights are too large, or not there.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import Tensor
+from transformers import AutoModelForCausalLM
 from transformers.cache_utils import DynamicCache
 
 from comb import methods
 from comb.backbones.forward import run_decoder
 from comb.backbones.identity import backbone_of, exclusive
 from comb.backbones.rotary import compile_limit, length_limit, prompt_limit
-from comb.cache.picache import DecoderPICache
-from comb.methods.base import DecodeState, Method
+from comb.backbones.torch_private import pre_hooks_of
+from comb.cache.picache import CrossPICache, DecoderPICache, content_key, deserialize, serialize
+from comb.methods.base import Method
+from comb.methods.decode_state import DecodeState
 from comb.methods.hypic import Hypic
 from comb.methods.linked import Linked
+from comb.model.cross_attention import CrossBlock
+from comb.model.modeling import CombForCausalLM
 
 # Relative to the largest logit. Batched attention sums in another order than a row alone, so equality is to
 # rounding: 1e-4 in float32, and about the size of one rounding step of the 16-bit types.
@@ -57,6 +64,68 @@ def close(name: str, left: Tensor, right: Tensor, tolerance: float) -> Check:
     """Whether logits are those of the reference `right`."""
     error = relative_gap(left, right)
     return Check(name, error <= tolerance, f"max |diff| {error:.1e} of the largest logit, at most {tolerance:.0e}")
+
+
+@torch.no_grad()
+def run_checks(model: CombForCausalLM) -> list[Check]:
+    """Whether an encoder and its cross blocks do what they must, tried on a few made-up documents.
+
+    Gates that are still zero are opened while the checks run (and set back), since behind closed gates nothing
+    could fail.
+    """
+    generator = torch.Generator().manual_seed(0)
+    query = torch.randint(1, model.info.vocab_size, (2, 7), generator=generator).to(model.device)
+    counts = (min(count, model.max_document_tokens) for count in (11, 5, 8))
+    segments = [torch.randint(1, model.info.vocab_size, (count,), generator=generator).tolist() for count in counts]
+    tolerance = tolerance_for(model.backbone.dtype)
+
+    def round_trip(picache: CrossPICache) -> CrossPICache:
+        key = content_key([0], fingerprint=picache.fingerprint, method="doctor", dtype=str(picache.keys.dtype))
+        loaded = deserialize(serialize(picache, key), key, picache.keys.device)
+        assert isinstance(loaded, CrossPICache)
+        return loaded
+
+    was_training = model.training
+    model.eval()
+    try:
+        bare = model.backbone(input_ids=query).logits
+        with model.encoder_disabled():
+            off = model(input_ids=query).logits
+        hooks = sum(pre_hooks_of(layer) for layer in model.backbone.get_submodule(model.info.layers_path))
+        with _open_gates(model):
+            a, b, c = model.encode(segments)
+            plain = model(input_ids=query).logits
+            linked = model(input_ids=query, documents=[[a, b, c], []]).logits
+            alone = model(input_ids=query[:1], documents=[[a, b, c]]).logits
+            cached = model(input_ids=query, documents=[[round_trip(p) for p in (a, b, c)], []]).logits
+            fresh = model(input_ids=query, documents=[[model.encode([s])[0] for s in segments], []]).logits
+            shuffled = model(input_ids=query, documents=[[c, a, b], []]).logits
+    finally:
+        model.train(was_training)
+    effect = relative_gap(linked[:1], plain[:1])
+    return [
+        Check("encoder off == backbone", bool(torch.equal(bare, off)), f"max |diff| {gap(bare, off):.1e}, bitwise"),
+        Check("no hooks left behind", hooks == 0, f"{hooks} hooks on the decoder layers"),
+        close("order of documents doesn't matter", linked, shuffled, tolerance),
+        close("cached == fresh (file round trip, encoded alone)", cached, fresh, tolerance),
+        close("row of a batch == row alone", linked[:1], alone, tolerance),
+        close("row without documents == backbone", linked[1:], plain[1:], tolerance),
+        Check("documents change the answer (control)", effect > 0, f"max |diff| {effect:.1e} of the largest logit"),
+    ]
+
+
+@contextmanager
+def _open_gates(model: CombForCausalLM) -> Iterator[None]:
+    gates = [gate for block in model.cross_blocks if isinstance(block, CrossBlock) for gate in block.gates]
+    before = [gate.detach().clone() for gate in gates]
+    for gate in gates:
+        if float(gate) == 0.0:
+            gate.fill_(0.5)
+    try:
+        yield
+    finally:
+        for gate, value in zip(gates, before, strict=True):
+            gate.copy_(value)
 
 
 _DOCUMENTS = (11, 7, 13)
@@ -134,19 +203,20 @@ class _Trial:
             verdict.checks = [_broken(error)]
             return verdict
         try:
-            verdict.checks = self._checks(name, method)
+            if name in ("full", "prefix"):
+                verdict.checks = self._exact(method)
+            elif isinstance(method, Linked):
+                verdict.checks = self._decoder(name, method)
+            else:
+                verdict.checks = [self._finite(method)]
+                if isinstance(method, Hypic):
+                    verdict.checks += [self._alone_is_full(method), self._pure(method)]
+                    if method.mode == "seam":
+                        whole = methods.create("hypic", self.model, w=max(_DOCUMENTS))
+                        verdict.checks.append(self._all_recomputed(whole))
         except Exception as error:
             verdict.checks = [_broken(error)]
         return verdict
-
-    def _checks(self, name: str, method: Method) -> list[Check]:
-        if name in ("full", "prefix"):
-            return self._exact(method)
-        if isinstance(method, Linked):
-            return self._decoder(name, method)
-        if isinstance(method, Hypic):
-            return self._hybrid(method)
-        return [self._finite(method)]
 
     def _exact(self, method: Method) -> list[Check]:
         first, again = self._link(method), self._link(method)
@@ -168,9 +238,9 @@ class _Trial:
         everything = method.rule.everything
         whole: Any = methods.create(name, self.model, **everything) if everything else method
         if everything:
-            checks.append(self._close("everything recomputed == full", self._link(whole).logits, self.reference))
+            checks.append(self._all_recomputed(whole))
         if not method.front.token_ids and method.rotate:
-            checks.append(self._close("one document == full", self._alone(method).logits, self.reference_alone))
+            checks.append(self._alone_is_full(method))
         # what looks chooses may depend on all tokens
         checks.append(self._no_future(method if method.rule.from_places else whole))
         checks.append(self._pure(method))
@@ -204,34 +274,21 @@ class _Trial:
             torch.cat([tensor.flatten() for tensor in moved]), torch.cat([own.keys.flatten(), own.values.flatten()]),
         )  # fmt: skip
 
-    def _hybrid(self, method: Hypic) -> list[Check]:
-        checks = [
-            self._finite(method),
-            self._close("one document == full", self._alone(method).logits, self.reference_alone),
-            self._pure(method),
-        ]
-        if method.mode == "seam":
-            whole = methods.create("hypic", self.model, w=max(_DOCUMENTS))
-            checks.append(self._close("everything recomputed == full", self._link(whole).logits, self.reference))
-        return checks
-
     def _no_future(self, method: Linked) -> Check:
         """Another query behind another end of the last document: what is cached in front of them must stay the same."""
         *others, last = self.documents
-        kept, end = last[: -min(2, len(last))], len(self.head) + sum(map(len, self.documents)) + sum(_GAPS)
-        held = [
-            self._in_front(method, [*others, [*kept, *ids]], query, end - len(last) + len(kept))
-            for ids, query in ((last[len(kept) :], self.query), (others[0][: len(last) - len(kept)], self.query[::-1]))
-        ]
+        kept = last[: -min(2, len(last))]
+        end = len(self.head) + sum(map(len, others)) + sum(_GAPS) + len(kept)
+        held = []
+        for ids, query in ((last[len(kept) :], self.query), (others[0][: len(last) - len(kept)], self.query[::-1])):
+            picaches = method.compile([*others, [*kept, *ids]])
+            state: Any = method.link(picaches, query, head_ids=self.head, gaps=self.gaps)
+            more = state.past_key_values.get_seq_length() - end
+            tensors = [tensor for layer in state.past_key_values.layers for tensor in (layer.keys, layer.values)]
+            # of layers with a window, what is left of the first `end` tokens
+            held.append([tensor[:, :, : tensor.shape[2] - more] for tensor in tensors])
         worst = max(relative_gap(b, a) for a, b in zip(*held, strict=True))
         return Check("nothing sees what comes later", worst <= self.tolerance, f"max |diff| {worst:.1e}")
-
-    def _in_front(self, method: Linked, documents: Any, query: list[int], end: int) -> list[Tensor]:
-        """What the prompt's cache holds of its first `end` tokens; of layers with a window, what is left of them."""
-        state: Any = method.link(method.compile(documents), query, head_ids=self.head, gaps=self.gaps)
-        more = state.past_key_values.get_seq_length() - end
-        held = [tensor for layer in state.past_key_values.layers for tensor in (layer.keys, layer.values)]
-        return [tensor[:, :, : tensor.shape[2] - more] for tensor in held]
 
     def _pure(self, method: Method) -> Check:
         alone = method.compile(self.documents[1:2])[0].tensors()
@@ -249,5 +306,62 @@ class _Trial:
     def _alone(self, method: Method) -> DecodeState:
         return method.link(method.compile(self.documents[:1]), self.query)
 
+    def _all_recomputed(self, whole: Method) -> Check:
+        return self._close("everything recomputed == full", self._link(whole).logits, self.reference)
+
+    def _alone_is_full(self, method: Method) -> Check:
+        return self._close("one document == full", self._alone(method).logits, self.reference_alone)
+
     def _close(self, name: str, left: Tensor, right: Tensor) -> Check:
         return close(name, left, right, self.tolerance)
+
+
+_LAYERS = 4
+_LIMITS = {
+    "vocab_size": 1024, "intermediate_size": 512, "moe_intermediate_size": 128,
+    "num_experts": 4, "num_local_experts": 4, "n_routed_experts": 4,
+}  # fmt: skip
+_STD = 0.1
+
+
+def random_model(config: Any, *, seed: int = 0) -> Any:
+    """A random model of `config`'s architecture in float32: same heads, positions and layer kinds, few layers.
+
+    Layers are cut to the first few that show every kind; vocabulary, MLP and number of experts are made small. Its
+    matrices are larger than usual at initialisation, so that attention looks at something.
+
+    Raises:
+        ValueError: when the shrunken configuration doesn't make a model.
+    """
+    config = config.get_text_config(decoder=True)
+    values = config.to_dict()
+    own_name = getattr(config, "attribute_map", {})  # GPT-2 says n_layer
+    depth = int(config.num_hidden_layers)
+    kinds = values.get("layer_types") or []
+    layers = min(depth, max(_LAYERS, *(kinds.index(kind) + 1 for kind in set(kinds)))) if kinds else min(depth, _LAYERS)
+    for name, value in values.items():
+        if isinstance(value, list) and len(value) == depth:
+            values[name] = value[:layers]
+    for name, limit in ((own_name.get(name, name), limit) for name, limit in _LIMITS.items()):
+        if isinstance(values.get(name), int):
+            values[name] = min(values[name], limit)
+    if isinstance(values.get("num_experts_per_tok"), int):
+        values["num_experts_per_tok"] = min(values["num_experts_per_tok"], 2)
+    for name in ("bos_token_id", "eos_token_id", "pad_token_id"):
+        if isinstance(values.get(name), int):
+            values[name] = min(values[name], values["vocab_size"] - 1)
+        elif isinstance(values.get(name), list):
+            values[name] = [min(token, values["vocab_size"] - 1) for token in values[name]]
+    values.update({own_name.get("num_hidden_layers", "num_hidden_layers"): layers, "dtype": "float32"})
+    torch.manual_seed(seed)
+    try:
+        model = AutoModelForCausalLM.from_config(type(config).from_dict(values)).eval()
+    except Exception as error:
+        raise ValueError(
+            f"no small random model of {config.model_type!r} can be made ({type(error).__name__}: {error}); try the "
+            "model's own weights, without --random"
+        ) from error
+    for parameter in model.parameters():
+        if parameter.ndim > 1:
+            torch.nn.init.normal_(parameter, std=_STD)
+    return model
