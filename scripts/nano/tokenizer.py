@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast
 
-from comb_training.nano import lexicon as lex
+from comb_training.nano import world as words
 from comb_training.nano.world import World
 
 PAD, USER, ASSISTANT, END = "<|pad|>", "<|user|>", "<|assistant|>", "<|end|>"
@@ -41,8 +41,8 @@ CHAT_TEMPLATE = (
 def world_words() -> tuple[str, ...]:
     """Every name and value of the world, in the order of the lexicon."""
     lists = (
-        lex.FIRST_NAMES, lex.LAST_NAMES, lex.COMPANY_HEADS, lex.COMPANY_TAILS, lex.CITIES,
-        lex.INSTRUMENTS, lex.DISHES, lex.PRODUCTS, lex.YEARS, lex.PLACES,
+        words.FIRST_NAMES, words.LAST_NAMES, words.COMPANY_HEADS, words.COMPANY_TAILS, words.CITIES,
+        words.INSTRUMENTS, words.DISHES, words.PRODUCTS, words.YEARS, words.PLACES,
     )  # fmt: skip
     return tuple(itertools.chain(*lists))
 
@@ -55,7 +55,7 @@ def corpus(seed: int, num_scenes: int = 600) -> Iterator[str]:
         yield from scene.documents
         yield from (text for question in scene.questions for text in (question.query, question.answer))
     # Names open sentences and documents, so they are needed with and without the space before them.
-    for word in (*lex.FIRST_NAMES, *lex.LAST_NAMES, *lex.COMPANY_HEADS):
+    for word in (*words.FIRST_NAMES, *words.LAST_NAMES, *words.COMPANY_HEADS):
         yield from itertools.repeat(word, 40)
     for word in world_words():
         yield from itertools.repeat(f" {word}", 40)

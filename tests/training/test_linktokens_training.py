@@ -20,6 +20,7 @@ from comb_training.models import training_method
 from comb_training.models.linktokens import RowCollator, starting_tokens
 from comb_training.models.method import trained_options
 from comb_training.train import run_training
+from comb_training.trainer.accelerator import trained_weights
 from comb_training.trainer.trainer import CombTrainer
 from tests.helpers.byte_text import byte_llama, byte_tokenizer
 from tests.helpers.training import TOKENIZER, backbone, examples, trainer
@@ -53,7 +54,7 @@ def test_the_divergence_falls_and_the_backbone_stays(tmp_path: Path) -> None:
     assert end["eval_closed"] == pytest.approx(1 - end["eval_kl"] / end["eval_kl_none"])
     assert all(torch.equal(value, before[name]) for name, value in model.backbone.state_dict().items())
     assert model.fingerprint != fingerprint
-    assert {name.partition(".")[0] for name in training.trained_weights()} == {"front"}
+    assert {name.partition(".")[0] for name in trained_weights(training.model, sharded=False)} == {"front"}
 
 
 def test_documents_of_a_row_see_themselves_and_everything_else_sees_all() -> None:
@@ -90,8 +91,10 @@ def test_a_run_is_resumed_exactly(tmp_path: Path) -> None:
     resumed = run(tmp_path, steps=6, save_steps=3)
     resumed.train(tmp_path / "checkpoint-3")
     assert resumed.losses == straight.losses
-    weights = resumed.trained_weights()
-    assert all(torch.equal(weights[name], weight) for name, weight in straight.trained_weights().items())
+    weights = trained_weights(resumed.model, sharded=False)
+    assert all(
+        torch.equal(weights[name], weight) for name, weight in trained_weights(straight.model, sharded=False).items()
+    )
     assert set(load_file(tmp_path / "checkpoint-3" / "model.safetensors")) == set(weights)
 
 

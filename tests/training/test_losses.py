@@ -17,6 +17,7 @@ from comb import CombForCausalLM, Prompt
 from comb_training.config import Config, TrainConfig
 from comb_training.data.batches import IGNORED, Collator, TrainingExample
 from comb_training.models.comb import add_lora, lora_layers, unload
+from comb_training.trainer.accelerator import trained_weights
 from comb_training.trainer.losses import Teacher, attention_targets, divergence, target_logits_only, target_loss
 from tests.helpers.training import backbone, comb_model, examples, trainer
 
@@ -244,7 +245,7 @@ def test_lora_trains_less_and_publishes_the_merged_layers(tmp_path: Path) -> Non
     settings = {"steps": 10, "batch_size": 6, "learning_rate": 1e-2, "save_steps": 5}
     run = trainer(model, tmp_path, **settings)
     run.train()
-    weights = run.trained_weights()
+    weights = trained_weights(run.model, sharded=False)
     run.save_model(str(tmp_path / "adapter"))
     assert set(load_file(tmp_path / "checkpoint-10" / "model.safetensors")) == trained
     published = load_file(tmp_path / "adapter" / "model.safetensors")
@@ -266,5 +267,5 @@ def test_lora_trains_less_and_publishes_the_merged_layers(tmp_path: Path) -> Non
     resumed = trainer(again, tmp_path, **settings)
     resumed.train(tmp_path / "checkpoint-5")
     assert resumed.losses == run.losses
-    found = resumed.trained_weights()
+    found = trained_weights(resumed.model, sharded=False)
     assert all(torch.equal(found[name], weight) for name, weight in weights.items())

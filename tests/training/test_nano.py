@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerFast
 
 from comb_training.nano import CHECKPOINT, Question, Scene, World
-from comb_training.nano import lexicon as lex
+from comb_training.nano import world as words
 from comb_training.nano.world import pairs
 from scripts.nano.evaluate import exact_match
 from scripts.nano.initialise import build_model
@@ -37,7 +37,7 @@ def tokenizer() -> PreTrainedTokenizerFast:
 
 
 def test_splits_share_no_name() -> None:
-    for heads, tails in ((lex.FIRST_NAMES, lex.LAST_NAMES), (lex.COMPANY_HEADS, lex.COMPANY_TAILS)):
+    for heads, tails in ((words.FIRST_NAMES, words.LAST_NAMES), (words.COMPANY_HEADS, words.COMPANY_TAILS)):
         train, heldout = set(pairs(heads, tails, "train")), set(pairs(heads, tails, "heldout"))
         assert train.isdisjoint(heldout)
         assert len(train) + len(heldout) == len(heads) * len(tails)
@@ -48,7 +48,9 @@ def test_heldout_names_never_occur_in_training_text() -> None:
     told = " ".join(
         itertools.chain.from_iterable((*s.documents, *(q.query for q in s.questions)) for s in scenes("train", 300))
     )
-    heldout = pairs(lex.FIRST_NAMES, lex.LAST_NAMES, "heldout") + pairs(lex.COMPANY_HEADS, lex.COMPANY_TAILS, "heldout")
+    heldout = pairs(words.FIRST_NAMES, words.LAST_NAMES, "heldout") + pairs(
+        words.COMPANY_HEADS, words.COMPANY_TAILS, "heldout"
+    )
     assert not [name for name in heldout if name in told]
     movers = {q.query.removeprefix("Where is ").removesuffix("?") for _, q in every("story")}
     assert not [name for name in movers if re.search(rf"\b{name} (moved|went|journeyed|travelled)", told)]

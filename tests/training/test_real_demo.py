@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import yaml
 
-from comb_training.cli import real_demo
+from comb_training.cli import demonstration
 from comb_training.config import config_from_dict, load_config
 from comb_training.train import run_training
 from tests.helpers.training import invoke
@@ -23,8 +23,8 @@ ASKING = {
 
 @pytest.fixture
 def few(monkeypatch: pytest.MonkeyPatch) -> None:
-    every = real_demo.demo_questions()
-    monkeypatch.setattr(real_demo, "demo_questions", lambda: every[:2])
+    every = demonstration.demo_questions()
+    monkeypatch.setattr(demonstration, "demo_questions", lambda: every[:2])
 
 
 def recipe(folder: Path) -> dict[str, Any]:
@@ -62,8 +62,8 @@ def test_all_methods_answer_side_by_side(adapter: Path) -> None:
 @pytest.mark.usefixtures("few")
 def test_without_an_adapter_the_other_methods_are_asked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "linktokens-small.yaml").write_text(yaml.safe_dump(recipe(tmp_path)), encoding="utf-8")
-    monkeypatch.setattr(real_demo, "CONFIGS", tmp_path)
-    monkeypatch.setattr(real_demo, "ADAPTERS", tmp_path / "none")
+    monkeypatch.setattr(demonstration, "CONFIGS", tmp_path)
+    monkeypatch.setattr(demonstration, "ADAPTERS", tmp_path / "none")
     shown = invoke("demo", "--model", "small")
     assert shown.exit_code == 0, shown.output
     assert "it is left out" in shown.output
@@ -74,27 +74,27 @@ def test_without_an_adapter_the_other_methods_are_asked(tmp_path: Path, monkeypa
 
 
 def test_how_questions_are_put_is_read_and_never_guessed(adapter: Path, tmp_path: Path) -> None:
-    asked, found = real_demo._how_to_ask("anything", adapter, given=True)
+    asked, found = demonstration._how_to_ask("anything", adapter, given=True)
     assert found
     assert {name: getattr(asked.data, name) for name in ASKING} == ASKING
-    asked, found = real_demo._how_to_ask("smollm2-135m", tmp_path / "none", given=False)
+    asked, found = demonstration._how_to_ask("smollm2-135m", tmp_path / "none", given=False)
     assert not found
     assert asked == load_config(ROOT / "configs" / "linktokens-smollm2-135m.yaml")
     with pytest.raises(ValueError, match="as `comb train` writes"):
-        real_demo._how_to_ask("smollm2-135m", tmp_path, given=True)
+        demonstration._how_to_ask("smollm2-135m", tmp_path, given=True)
     with pytest.raises(ValueError, match="no recipe"):
-        real_demo._how_to_ask("another", tmp_path, given=False)
+        demonstration._how_to_ask("another", tmp_path, given=False)
 
 
 def test_committed_adapters_are_small_and_say_how_they_are_asked() -> None:
-    folders = [folder for folder in real_demo.ADAPTERS.glob("*") if folder.is_dir()]
+    folders = [folder for folder in demonstration.ADAPTERS.glob("*") if folder.is_dir()]
     if not folders:
         pytest.skip("no adapter is committed")
     for folder in folders:
         sizes = [file.stat().st_size for file in folder.iterdir()]
         assert sum(sizes) <= 40 * 2**20, folder.name
         assert max(sizes) <= 10 * 10**6, f"{folder.name}: save_pretrained(..., max_shard_size='10MB')"
-        assert real_demo._how_to_ask(folder.name, folder, given=False)[1]
+        assert demonstration._how_to_ask(folder.name, folder, given=False)[1]
         assert (folder / "training.json").is_file()
 
 
@@ -105,9 +105,9 @@ def test_options_of_the_demo_that_trains_are_not_ignored() -> None:
 
 
 def test_every_question_stands_over_its_own_passage_and_three_others() -> None:
-    questions = real_demo.demo_questions()
+    questions = demonstration.demo_questions()
     assert len(questions) == 10
     for question in questions:
         texts = [str(document.text) for document in question.documents]
-        assert len(set(texts)) == real_demo.DOCUMENTS
+        assert len(set(texts)) == demonstration.DOCUMENTS
         assert sum(question.answer.removeprefix("the ") in text for text in texts) == 1  # and no other tells

@@ -17,7 +17,7 @@ def register() -> None:
     from comb.documents.datasets import datasets
 
     datasets.look_in("comb_training.data.readers")
-    backbones.look_in("comb_training.nano.checkpoints")
+    backbones.look_in("comb_training.nano")
 
 
 def add_commands(app: typer.Typer) -> None:

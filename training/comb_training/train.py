@@ -23,14 +23,12 @@ from comb.documents.document import Example
 from comb.evaluation.metrics import Scores
 from comb.evaluation.plot import plot_training
 from comb.evaluation.record import environment, write_training
-from comb.evaluation.setting import AnswerRules, Setting, drop_too_long
-from comb.evaluation.summary import compared
-from comb.evaluation.table import Row
+from comb.evaluation.setting import Setting, drop_too_long
 from comb.hub.facts import RESULTS
 from comb.hub.push import refresh_card
 from comb.model.adapter import floating
 from comb_training.answers import answer_prepared
-from comb_training.config import Config, TrainConfig
+from comb_training.config import Config
 from comb_training.data.batches import TrainingExample, join_questions
 from comb_training.data.mixture import prompt_builder, read_examples
 from comb_training.data.token_statistics import TokenStatistics, statistics_by_set
@@ -104,7 +102,12 @@ def run_training(
     logger.info("data: %s", run.counts)
     if prepared is not None and distributed.is_main():
         prepared(run)
-    heldout = _heldout(run)  # which may be refused, as what is above
+    heldout: Sequence[TrainingExample] = []
+    if config.eval.limit:  # measured before the first step, behind the last and, with `train.eval_steps`, in between
+        heldout, counts = tokenized(config, run.builder, run.model, split="heldout", limit=config.eval.limit)
+        logger.info("held-out data: %s", counts)
+        if not heldout:
+            raise ValueError(f"no held-out example is left to measure on ({counts}); eval.limit=0 measures nothing")
     start = time.monotonic()
     examples, teacher = _targets(run, progress)
     answer_seconds = time.monotonic() - start
@@ -118,16 +121,21 @@ def run_training(
         use_cpu=device_of(config).type == "cpu",
         progress=progress,
     )
-    parameters = run.parameters  # before ZeRO-3 takes them apart
+    trainable, total = run.model.num_trainable_parameters()  # before ZeRO-3 takes them apart
     trainer.train(checkpoint)
     run.model.eval()
     statistics = TokenStatistics.of(examples)
     sets = statistics_by_set(examples) if config.data.mixture else {}
+    measured = [row for row in trainer.log.history if "eval_loss" in row]
+    start_and_end = {
+        name: {key.removeprefix("eval_"): value for key, value in measured[place].items()}
+        for name, place in ((("start", 0), ("end", -1)) if measured else ())
+    }
     record = {
         **environment(seed=config.train.seed),
         "config": config.to_dict(),
         "ranks": distributed.world_size(),
-        "parameters": parameters,
+        "parameters": {"trainable": trainable, "all": total},
         "data": run.counts.to_dict(),
         "tokens": asdict(statistics),
         "tokens_by_set": {name: asdict(of_set) for name, of_set in sets.items()},
@@ -138,7 +146,7 @@ def run_training(
         "bad_batches": trainer.objective.bad_batches,
         "losses": trainer.losses,
         "ended_by": trainer.ended_by,
-        "heldout": _first_and_last(trainer.log.history, len(trainer.heldout)),
+        "heldout": {"examples": len(heldout), **start_and_end} if measured else {},
         "heldout_losses": trainer.logged("eval_loss"),
         "heldout_kl": trainer.logged("eval_kl"),
         "heldout_closed": trainer.logged("eval_closed"),
@@ -174,49 +182,24 @@ def run_training(
 def _write_record(config: Config, record: dict[str, Any], folder: Path) -> None:
     """training.json, the plot of its losses, and the card, which tells what it says."""
     write_training(folder, record)
-    train = config.train
+    train, divergences = config.train, dict(record["heldout_kl"])
+    if train.objective == "attention":
+        minimised = [(step, 1 - share) for step, share in record["heldout_r2"]]
+    else:
+        minimised = [
+            (step, train.ce_weight * loss + train.kl_weight * divergences.get(step, 0.0))
+            for step, loss in record["heldout_losses"]
+            if divergences or not train.kl_weight  # else the divergence wasn't measured
+        ]
     try:
         plot_training(
-            record["losses"], folder / LOSS_PLOT, heldout=_objective(train, record), closed=record["heldout_closed"],
+            record["losses"], folder / LOSS_PLOT, heldout=minimised, closed=record["heldout_closed"],
             loss=ATTENTION if train.objective == "attention" else OBJECTIVES[train.ce_weight > 0, train.kl_weight > 0],
             title=public(f"{config.model.backbone}: {config.data.label}", here=True),
         )  # fmt: skip
     except ImportError:
         logger.warning("no loss plot: matplotlib is not installed (pip install 'comb-pic[demo]')")
     refresh_card(folder)
-
-
-def _objective(train: TrainConfig, record: dict[str, Any]) -> list[tuple[int, float]]:
-    """The loss that is minimised, on held-out data: (step, value); empty where its divergence wasn't measured."""
-    if train.objective == "attention":
-        return [(step, 1 - share) for step, share in record["heldout_r2"]]
-    divergences = dict(record["heldout_kl"])
-    if train.kl_weight and not divergences:
-        return []
-    return [
-        (step, train.ce_weight * loss + train.kl_weight * divergences.get(step, 0.0))
-        for step, loss in record["heldout_losses"]
-    ]
-
-
-def _first_and_last(history: Sequence[dict[str, Any]], examples: int) -> dict[str, Any]:
-    """What was measured on held-out examples before the training and behind it."""
-    records = [
-        {name.removeprefix("eval_"): value for name, value in row.items()} for row in history if "eval_loss" in row
-    ]
-    return {"examples": examples, "start": records[0], "end": records[-1]} if records else {}
-
-
-def _heldout(run: PreparedRun) -> Sequence[TrainingExample]:
-    """What is measured before the first step, behind the last and, with `train.eval_steps`, in between."""
-    config = run.config
-    if config.eval.limit == 0:
-        return []
-    examples, counts = tokenized(config, run.builder, run.model, split="heldout", limit=config.eval.limit)
-    logger.info("held-out data: %s", counts)
-    if not examples:
-        raise ValueError(f"no held-out example is left to measure on ({counts}); eval.limit=0 measures nothing")
-    return examples
 
 
 Questions = tuple[list[Example], Counts]
@@ -253,19 +236,6 @@ def rehearse_evaluation(run: PreparedRun, config: Config) -> Questions:
         for method in config.eval.methods:
             setting.engine(method).ask(*setting.request(method, questions[0][0]), max_new_tokens=1)
     return questions
-
-
-def evaluate_heldout(
-    model: Any, tokenizer: Any, config: Config, examples: Sequence[Example], *, progress: bool = True
-) -> list[Row]:
-    """Compares `config.eval.methods` on the examples of `evaluation_questions`: rows of `compared`."""
-    return compared(
-        evaluation_setting(model, tokenizer, config),
-        examples,
-        config.eval.methods,
-        rules=AnswerRules(config.eval.max_new_tokens, config.data.stop),
-        progress=progress,
-    )
 
 
 def _targets(run: PreparedRun, progress: bool) -> tuple[Sequence[TrainingExample], Scores | None]:

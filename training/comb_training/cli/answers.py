@@ -3,15 +3,11 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated, Any
 
 import typer
 from rich.console import Console
 from rich.markup import escape
-
-if TYPE_CHECKING:
-    from comb_training.answers import Targets
-    from comb_training.trainer.prepare import PreparedRun
 
 console = Console()
 
@@ -49,7 +45,28 @@ def answers(
         console.print("comb train with train.answers=gold takes the data's answers, and won't look for these")
     with of_file(config, overrides or []):
         run = prepare(settings)
-    _show_answers(answer_prepared(run, engine=chosen, engine_options=options, wait=False), run, show)
+    targets = answer_prepared(run, engine=chosen, engine_options=options, wait=False)
+    answered, made = targets.answered, targets.answered.settings
+    share = f" of rank {targets.share.rank} of {targets.share.ranks}" if targets.share.ranks > 1 else ""
+    rate = f", {answered.generated / answered.seconds:.1f} answers/s" if answered.seconds else ""
+    by = f" by {answered.engine}" if answered.engine else ""
+    pending = f", {targets.pending} left to other ranks" if targets.pending else ""
+    console.print(f"answers{share}: {answered.found} found, {answered.generated} generated{by}{rate}{pending}")
+    if targets.share.rank > 0:  # the rest is the same on every rank
+        return
+    console.print(f"data: {run.counts}")
+    console.print(
+        f"settings: {escape(made.model)}, {made.dtype}, weights {made.weights}, greedy, at most "
+        f"{made.max_new_tokens} tokens, stop tokens {', '.join(map(str, made.stop_token_ids))}"
+    )
+    if targets.scores is not None:
+        console.print(f"agreement with the data's answers: {100 * targets.scores.em:.1f}% exact match")
+    for example, text in list(zip(targets.examples, targets.texts, strict=True))[:show]:
+        query = run.tokenizer.decode(example.prompt.tail, skip_special_tokens=True).strip()
+        console.print(f"  {escape(query)}\n    answer: {escape(text)}")
+        if example.references:
+            console.print(f"    data:   {escape(example.references[0])}")
+    console.print(f"kept in {escape(str(targets.folder))}")
 
 
 def engine_option(item: str) -> tuple[str, Any]:
@@ -60,27 +77,3 @@ def engine_option(item: str) -> tuple[str, Any]:
     if not equals or not name:
         raise ValueError(f"expected --vllm key=value, got {item!r} (for example tensor_parallel_size=4)")
     return name.replace("-", "_"), yaml.safe_load(value)
-
-
-def _show_answers(targets: Targets, run: PreparedRun, show: int) -> None:
-    answered, settings = targets.answered, targets.answered.settings
-    share = f" of rank {targets.share.rank} of {targets.share.ranks}" if targets.share.ranks > 1 else ""
-    rate = f", {answered.generated / answered.seconds:.1f} answers/s" if answered.seconds else ""
-    by = f" by {answered.engine}" if answered.engine else ""
-    pending = f", {targets.pending} left to other ranks" if targets.pending else ""
-    console.print(f"answers{share}: {answered.found} found, {answered.generated} generated{by}{rate}{pending}")
-    if targets.share.rank > 0:  # the rest is the same on every rank
-        return
-    console.print(f"data: {run.counts}")
-    console.print(
-        f"settings: {escape(settings.model)}, {settings.dtype}, weights {settings.weights}, greedy, at most "
-        f"{settings.max_new_tokens} tokens, stop tokens {', '.join(map(str, settings.stop_token_ids))}"
-    )
-    if targets.scores is not None:
-        console.print(f"agreement with the data's answers: {100 * targets.scores.em:.1f}% exact match")
-    for example, text in list(zip(targets.examples, targets.texts, strict=True))[:show]:
-        query = run.tokenizer.decode(example.prompt.tail, skip_special_tokens=True).strip()
-        console.print(f"  {escape(query)}\n    answer: {escape(text)}")
-        if example.references:
-            console.print(f"    data:   {escape(example.references[0])}")
-    console.print(f"kept in {escape(str(targets.folder))}")

@@ -1,4 +1,4 @@
-"""`comb demo`: its options; `comb_training.cli.demonstration` and `comb_training.cli.real_demo` are what runs."""
+"""`comb demo`: its options; `comb_training.cli.demonstration` and `comb_training.cli.demonstration` are what runs."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def demo(
     """The whole story on a CPU in minutes: train, save, reload, ask, compare. Or a real model, which is only asked."""
     console = Console()
     if model != NANO or adapter is not None:
-        from comb_training.cli.real_demo import run_real_demo
+        from comb_training.cli.demonstration import run_real_demo
 
         trains = ("output_dir", "train_steps", "questions", "seed")
         # by name, not by class: typer has a copy of click of its own

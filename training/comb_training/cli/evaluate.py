@@ -132,12 +132,14 @@ def show_evaluation(
     """
     from comb.evaluation.plot import Quality, draw
     from comb.evaluation.record import write_results
-    from comb.evaluation.summary import comparison_tables
+    from comb.evaluation.setting import AnswerRules
+    from comb.evaluation.summary import compared, comparison_tables
     from comb.hub.push import refresh_card
-    from comb_training.train import evaluate_heldout, evaluation_questions
+    from comb_training.train import evaluation_questions, evaluation_setting
 
     examples, counts = questions or evaluation_questions(model, tokenizer, settings, split)
-    rows = evaluate_heldout(model, tokenizer, settings, examples)
+    rules = AnswerRules(settings.eval.max_new_tokens, settings.data.stop)
+    rows = compared(evaluation_setting(model, tokenizer, settings), examples, settings.eval.methods, rules=rules)
     console.print(escape(f"{split} data: {counts}"))
     for table in comparison_tables(rows, f"{settings.data.label}, {split}"):
         console.print(table)

@@ -14,7 +14,6 @@ from rich.markup import escape
 from comb_training.cli.evaluate import check_methods, show_evaluation, show_heldout
 
 if TYPE_CHECKING:
-    from comb_training.plan import Plan
     from comb_training.train import Questions
     from comb_training.trainer.prepare import PreparedRun
 
@@ -43,6 +42,10 @@ def train(
     settings = load_config(config, overrides or [])
 
     # takes seconds, so behind what can be wrong with the options
+    import yaml
+    from rich.syntax import Syntax
+
+    from comb_training.data.token_statistics import data_table
     from comb_training.models.method import load_checkpoint
     from comb_training.train import rehearse_evaluation, run_training
     from comb_training.trainer import distributed
@@ -52,14 +55,24 @@ def train(
         if evaluation:
             check_methods(settings)
         if dry_run:
-            from comb_training.plan import plan
+            from comb_training.plan import blocks, plan
 
-            _show_plan(plan(settings))
+            planned = plan(settings)
+            if not distributed.is_main():
+                return
+            text = yaml.safe_dump(settings.changed(), sort_keys=False, width=console.width - 20, allow_unicode=True)
+            # YAML folds behind the word that is over its width; one longer still is the terminal's to wrap: all can be
+            # copied
+            console.print(Syntax("", "yaml", background_color="default").highlight(text), soft_wrap=True)
+            console.print("[dim]All other keys have their defaults (training/comb_training/config).[/]\n")
+            for block in blocks(planned):
+                console.print(block)
             return
     questions: list[Questions] = []
 
     def prepared(run: PreparedRun) -> None:
-        _show_data(run)
+        console.print(f"data: {escape(str(run.counts))}")
+        console.print(data_table(run.statistics, run.sets))
         if evaluation and not questions:  # what can't be evaluated is an error now, not when the training is done
             questions.append(rehearse_evaluation(run, settings))
 
@@ -100,28 +113,3 @@ def train(
 def _status(signal_name: str) -> int:
     """Exit status of a run that a signal ended, as shells give it: a scheduler must not take it for done."""
     return 128 + signal.Signals[signal_name] if signal_name else 0
-
-
-def _show_plan(run: Plan) -> None:
-    import yaml
-    from rich.syntax import Syntax
-
-    from comb_training.plan import blocks
-    from comb_training.trainer import distributed
-
-    if not distributed.is_main():
-        return
-    text = yaml.safe_dump(run.config.changed(), sort_keys=False, width=console.width - 20, allow_unicode=True)
-    # YAML folds behind the word that is over its width; one longer still is the terminal's to wrap: all can be copied
-    console.print(Syntax("", "yaml", background_color="default").highlight(text), soft_wrap=True)
-    console.print("[dim]All other keys have their defaults (training/comb_training/config).[/]\n")
-    for block in blocks(run):
-        console.print(block)
-
-
-def _show_data(run: PreparedRun) -> None:
-    """What became of the rows, and how long the examples are."""
-    from comb_training.data.token_statistics import data_table
-
-    console.print(f"data: {escape(str(run.counts))}")
-    console.print(data_table(run.statistics, run.sets))

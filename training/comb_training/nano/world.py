@@ -8,11 +8,48 @@ afresh for every scene, so that a question can only be answered from the documen
 from __future__ import annotations
 
 import random
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from typing import Literal
+from pathlib import Path
+from typing import Any, Literal
 
-from . import lexicon as lex
+import yaml
+
+_FILE: dict[str, Any] = yaml.safe_load(Path(__file__).with_name("lexicon.yaml").read_text(encoding="utf-8"))
+_WORDS = {name: tuple(text.split()) for name, text in _FILE["words"].items()}
+_WORDS["years"] = tuple(str(year) for year in range(1950, 2010))
+
+WOMEN, MEN, LAST_NAMES = _WORDS["women"], _WORDS["men"], _WORDS["last_names"]
+FIRST_NAMES = tuple(name for pair in zip(WOMEN, MEN, strict=True) for name in pair)
+COMPANY_HEADS, COMPANY_TAILS = _WORDS["company_heads"], _WORDS["company_tails"]
+CITIES, PLACES, YEARS = _WORDS["cities"], _WORDS["places"], _WORDS["years"]
+INSTRUMENTS, DISHES, PRODUCTS = _WORDS["instruments"], _WORDS["dishes"], _WORDS["products"]
+MOVES = tuple(_FILE["moves"])
+
+
+@dataclass(frozen=True)
+class Relation:
+    """One kind of fact: how documents state it, how questions ask for it and how the answer says it."""
+
+    values: tuple[str, ...]
+    statements: tuple[str, ...]
+    queries: tuple[str, ...]
+    answer: str
+
+
+def _relations(rows: Mapping[str, dict[str, Any]]) -> dict[str, Relation]:
+    found = {}
+    for name, row in rows.items():
+        values = _WORDS.get(row.get("values", ""), ())
+        found[name] = Relation(values, tuple(row["statements"]), tuple(row["queries"]), row["answer"])
+    return found
+
+
+EMPLOYER = "employer"
+PERSON_RELATIONS, COMPANY_RELATIONS = (_relations(_FILE[f"{who}_relations"]) for who in ("person", "company"))
+BRIDGE_QUERIES: dict[str, tuple[str, ...]] = {name: tuple(asked) for name, asked in _FILE["bridge_queries"].items()}
+PLACE_QUERY = "Where is {s}?"
+PLACE_ANSWER = "{s} is in the {v}."
 
 Split = Literal["train", "heldout"]
 KINDS = ("person", "company", "two_document", "story")
@@ -20,8 +57,8 @@ KINDS = ("person", "company", "two_document", "story")
 # Rooms are asked for by first name alone, so what is held out there is first names rather than pairs of names.
 # The names of bAbI task 1 (Mary, John, Sandra, Daniel) stand first in the list and are trained on.
 # Surnames stand for people too: the more names move, the less depends on which.
-_TRAIN_STORY_NAMES = (*lex.FIRST_NAMES[:-16], *lex.LAST_NAMES)
-_HELDOUT_STORY_NAMES = lex.FIRST_NAMES[-16:]
+_TRAIN_STORY_NAMES = (*FIRST_NAMES[:-16], *LAST_NAMES)
+_HELDOUT_STORY_NAMES = FIRST_NAMES[-16:]
 _MAX_STORIES = 8  # in one scene, so that the held-out names are enough for two people in each
 
 
@@ -85,8 +122,8 @@ class World:
         if split not in ("train", "heldout"):
             raise ValueError(f"split must be 'train' or 'heldout', got {split!r}")
         self._random = random.Random(f"{split}:{seed}")
-        self._people = pairs(lex.FIRST_NAMES, lex.LAST_NAMES, split)
-        self._companies = pairs(lex.COMPANY_HEADS, lex.COMPANY_TAILS, split)
+        self._people = pairs(FIRST_NAMES, LAST_NAMES, split)
+        self._companies = pairs(COMPANY_HEADS, COMPANY_TAILS, split)
         self._story_names = _TRAIN_STORY_NAMES if split == "train" else _HELDOUT_STORY_NAMES
         self._pronouns = pronouns
         self._stories = stories
@@ -99,29 +136,33 @@ class World:
             raise ValueError(
                 f"expected num_documents >= 1 and num_questions >= 0, got {num_documents}, {num_questions}"
             )
-        num_stories = self._num_stories(num_documents)
+        kind, num_stories = self._random.random(), 0
+        if kind < self._stories:
+            num_stories = min(num_documents, _MAX_STORIES)
+        elif kind < self._stories + self._mixed and num_documents > 1:
+            num_stories = self._random.randint(1, min(_MAX_STORIES, max(1, num_documents // 3)))
         rest = num_documents - num_stories
-        companies = self._draw_companies(rest // 2 if rest > 1 else self._random.randrange(2) * rest)
+        names = self._distinct(self._companies, rest // 2 if rest > 1 else self._random.randrange(2) * rest)
+        companies = [_Entity(name, "It", "Its", self._facts(COMPANY_RELATIONS, 3)) for name in names]
         stories = self._draw_stories(num_stories)
         taken = frozenset(name for moves in stories for name, _ in moves)
         people = self._draw_people(rest - len(companies), companies, taken)
         order = self._random.sample(range(num_documents), num_documents)
-        told = [self._tell(entity) for entity in (*people, *companies)] + [self._tell_story(s) for s in stories]
+        told = [self._tell(entity) for entity in (*people, *companies)]
+        for moves in stories:
+            sentences = [f"{name} {self._random.choice(MOVES)} the {place}." for name, place in moves]
+            told.append(" ".join(sentences))
         documents = [""] * num_documents
         for place, text in zip(order, told, strict=True):
             documents[place] = text
         asked = list(self._ask(people, companies, stories, order))
-        return Scene(tuple(documents), tuple(self._choose(asked, num_questions)))
-
-    # --- what there is ------------------------------------------------------------------------------------
-
-    def _num_stories(self, num_documents: int) -> int:
-        draw = self._random.random()
-        if draw < self._stories:
-            return min(num_documents, _MAX_STORIES)
-        if draw < self._stories + self._mixed and num_documents > 1:
-            return self._random.randint(1, min(_MAX_STORIES, max(1, num_documents // 3)))
-        return 0
+        # a random kind is drawn first, so that the kinds with few questions are asked as often
+        pools = {kind: [question for question in asked if question.kind == kind] for kind in KINDS}
+        chosen: list[Question] = []
+        while len(chosen) < num_questions and any(pools.values()):
+            pool = pools[self._random.choice([kind for kind in KINDS if pools[kind]])]
+            chosen.append(pool.pop(self._random.randrange(len(pool))))
+        return Scene(tuple(documents), tuple(chosen))
 
     def _distinct(self, names: list[str], count: int, taken: frozenset[str] = frozenset()) -> list[str]:
         """Draw `count` two-part names with different first parts and no part `taken`, so that none are confused."""
@@ -134,26 +175,22 @@ class World:
             raise ValueError(f"a scene has room for {len(by_head)} people and as many companies, asked for {count}")
         return [self._random.choice(by_head[head]) for head in self._random.sample(sorted(by_head), count)]
 
-    def _draw_companies(self, count: int) -> list[_Entity]:
-        names = self._distinct(self._companies, count)
-        return [_Entity(name, "It", "Its", self._facts(lex.COMPANY_RELATIONS, 3)) for name in names]
-
     def _draw_people(self, count: int, companies: list[_Entity], taken: frozenset[str]) -> list[_Entity]:
         """People without a name that is `taken` by a story, so that a single name stands for one person."""
         people = []
         for name in self._distinct(self._people, count, taken):
-            others = {key: rel for key, rel in lex.PERSON_RELATIONS.items() if key != lex.EMPLOYER}
+            others = {key: rel for key, rel in PERSON_RELATIONS.items() if key != EMPLOYER}
             facts = self._facts(others, 2)
             # One person in six works for a company that no document is about.
             absent = not companies or self._random.random() < 1 / 6
             employer = self._random.choice(self._companies) if absent else self._random.choice(companies).name
-            items = [*facts.items(), (lex.EMPLOYER, employer)]
+            items = [*facts.items(), (EMPLOYER, employer)]
             self._random.shuffle(items)
-            woman = name.split()[0] in lex.WOMEN
+            woman = name.split()[0] in WOMEN
             people.append(_Entity(name, "She" if woman else "He", "Her" if woman else "His", dict(items)))
         return people
 
-    def _facts(self, relations: dict[str, lex.Relation], count: int) -> dict[str, str]:
+    def _facts(self, relations: dict[str, Relation], count: int) -> dict[str, str]:
         return {key: self._random.choice(relations[key].values) for key in self._random.sample(list(relations), count)}
 
     def _draw_stories(self, count: int) -> list[list[tuple[str, str]]]:
@@ -165,13 +202,11 @@ class World:
             longest = self._longest_story if few else min(5, self._longest_story)
             cast = [names.pop() for _ in range(self._random.randint(1, 4 if few else 2))]
             moves = [self._random.choice(cast) for _ in range(self._random.randint(2, longest))]
-            stories.append([(name, self._random.choice(lex.PLACES)) for name in moves])
+            stories.append([(name, self._random.choice(PLACES)) for name in moves])
         return stories
 
-    # --- how it is told -----------------------------------------------------------------------------------
-
     def _tell(self, entity: _Entity) -> str:
-        relations = lex.PERSON_RELATIONS if lex.EMPLOYER in entity.facts else lex.COMPANY_RELATIONS
+        relations = PERSON_RELATIONS if EMPLOYER in entity.facts else COMPANY_RELATIONS
         full = (entity.name, f"{entity.name}'" if entity.name.endswith("s") else f"{entity.name}'s")
         again = (entity.pronoun, entity.possessive) if self._random.random() < self._pronouns else full
         sentences = []
@@ -180,11 +215,6 @@ class World:
             pattern = self._random.choice(relations[key].statements)
             sentences.append(pattern.format(s=subject, p=possessive, v=value))
         return " ".join(sentences)
-
-    def _tell_story(self, moves: list[tuple[str, str]]) -> str:
-        return " ".join(f"{name} {self._random.choice(lex.MOVES)} the {place}." for name, place in moves)
-
-    # --- what is asked ------------------------------------------------------------------------------------
 
     def _ask(
         self,
@@ -196,39 +226,25 @@ class World:
         """Every different question of a scene; `order[i]` is the document index of the i-th thing told."""
         where = {company.name: order[len(people) + i] for i, company in enumerate(companies)}
         for document, person in zip(order, people, strict=False):
-            yield from self._direct(person, lex.PERSON_RELATIONS, "person", document)
-            employer = next((c for c in companies if c.name == person.facts[lex.EMPLOYER]), None)
+            yield from self._direct(person, PERSON_RELATIONS, "person", document)
+            employer = next((c for c in companies if c.name == person.facts[EMPLOYER]), None)
             if employer is not None:
-                yield from self._bridge(person, employer, (document, where[employer.name]))
+                first = PERSON_RELATIONS[EMPLOYER].answer.format(s=person.name, v=employer.name)
+                for key, value in employer.facts.items():
+                    query = self._random.choice(BRIDGE_QUERIES[key]).format(s=person.name)
+                    answer = f"{first} {COMPANY_RELATIONS[key].answer.format(s=employer.name, v=value)}"
+                    yield Question(query, answer, 2, "two_document", (document, where[employer.name]))
         for company in companies:
-            yield from self._direct(company, lex.COMPANY_RELATIONS, "company", where[company.name])
+            yield from self._direct(company, COMPANY_RELATIONS, "company", where[company.name])
         for document, moves in zip(order[len(people) + len(companies) :], stories, strict=True):
             for name, place in dict(moves).items():  # the last move of each person counts
-                answer = lex.PLACE_ANSWER.format(s=name, v=place)
-                yield Question(lex.PLACE_QUERY.format(s=name), answer, 1, "story", (document,))
+                answer = PLACE_ANSWER.format(s=name, v=place)
+                yield Question(PLACE_QUERY.format(s=name), answer, 1, "story", (document,))
 
-    def _direct(
-        self, entity: _Entity, relations: dict[str, lex.Relation], kind: str, document: int
-    ) -> Iterator[Question]:
+    def _direct(self, entity: _Entity, relations: dict[str, Relation], kind: str, document: int) -> Iterator[Question]:
         for key, value in entity.facts.items():
             query = self._random.choice(relations[key].queries).format(s=entity.name)
             yield Question(query, relations[key].answer.format(s=entity.name, v=value), 1, kind, (document,))
-
-    def _bridge(self, person: _Entity, employer: _Entity, supporting: tuple[int, int]) -> Iterator[Question]:
-        first = lex.PERSON_RELATIONS[lex.EMPLOYER].answer.format(s=person.name, v=employer.name)
-        for key, value in employer.facts.items():
-            query = self._random.choice(lex.BRIDGE_QUERIES[key]).format(s=person.name)
-            second = lex.COMPANY_RELATIONS[key].answer.format(s=employer.name, v=value)
-            yield Question(query, f"{first} {second}", 2, "two_document", supporting)
-
-    def _choose(self, asked: list[Question], count: int) -> list[Question]:
-        """Draw questions, a random kind first, so that the kinds with few questions are asked as often."""
-        pools = {kind: [q for q in asked if q.kind == kind] for kind in KINDS}
-        chosen: list[Question] = []
-        while len(chosen) < count and any(pools.values()):
-            pool = pools[self._random.choice([kind for kind in KINDS if pools[kind]])]
-            chosen.append(pool.pop(self._random.randrange(len(pool))))
-        return chosen
 
 
 LARGEST_LEDGER = (10, 6, 16)
@@ -244,7 +260,7 @@ def ledger(rng: random.Random, names: int, documents: int, entries: int, questio
     Args:
         entries: of each document. questions: about different names, at most as many as there are entries on.
     """
-    people = rng.sample(lex.FIRST_NAMES, names)
+    people = rng.sample(FIRST_NAMES, names)
     now: dict[str, tuple[str, int]] = {}
     texts = []
     for number in range(documents):
@@ -252,7 +268,7 @@ def ledger(rng: random.Random, names: int, documents: int, entries: int, questio
         for _ in range(entries):
             name = rng.choice(people)
             # one who is noted again is elsewhere
-            place = rng.choice([place for place in lex.PLACES if place != now.get(name, ("", 0))[0]])
+            place = rng.choice([place for place in PLACES if place != now.get(name, ("", 0))[0]])
             now[name] = place, number
             lines.append(f"{name}: {place}.")
         texts.append(" ".join(lines))

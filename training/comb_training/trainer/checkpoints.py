@@ -12,7 +12,6 @@ import shutil
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -31,9 +30,9 @@ AUTO = "auto"
 """``--resume`` with the newest checkpoint of the run's folder."""
 PARTIAL = "partial"
 """Subfolder in which a checkpoint is written before it gets its name; a leftover of a killed run is removed."""
-
-
-_MAY_CHANGE = (
+RANDOM_STATE = "rng_state_{}.pth"
+"""File of a rank's random state."""
+MAY_CHANGE = (
     "path", "output_dir", "answers_dir", "answer_batch_size", "report_to",
     "logging_steps", "save_steps", "save_total_limit", "eval_steps", "cpu_threads", "device",
 )  # fmt: skip
@@ -135,33 +134,6 @@ def new_checkpoint(run: Path, step: int, *, keep: int) -> Iterator[Path]:
         for old in [*found[own:], *(found[: max(0, own - keep)] if keep else [])]:
             shutil.rmtree(old, ignore_errors=True)
     distributed.barrier()
-
-
-def save_random_state(folder: Path) -> None:
-    """This rank's."""
-    state = {"cpu": torch.get_rng_state(), "cuda": torch.cuda.get_rng_state_all() if torch.cuda.is_available() else []}
-    torch.save(state, folder / f"rng_state_{distributed.rank()}.pth")
-
-
-def load_random_state(folder: Path) -> None:
-    """This rank's. Raises ValueError if the checkpoint is of fewer ranks."""
-    path = folder / f"rng_state_{distributed.rank()}.pth"
-    if not path.is_file():
-        raise ValueError(f"{path} is not there: resume with as many processes as wrote the checkpoint")
-    state = torch.load(path, weights_only=True)
-    torch.set_rng_state(state["cpu"])
-    if torch.cuda.is_available() and state["cuda"]:
-        torch.cuda.set_rng_state_all(state["cuda"])
-
-
-def changed_keys(ours: Mapping[str, Any], its: Mapping[str, Any], *sections: str) -> list[str]:
-    """Keys of a configuration's sections that are other than they were, of those that say what is learned."""
-    return [
-        f"{section}.{key}"
-        for section in sections
-        for key, value in ours[section].items()
-        if key not in _MAY_CHANGE and its[section].get(key, value) != value
-    ]
 
 
 def check_names(model: nn.Module, folder: str | Path) -> None:

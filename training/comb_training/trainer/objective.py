@@ -1,4 +1,4 @@
-"""The loss of one batch during training: the teacher beside it, and what happens where it is not a number."""
+"""The loss of a batch: in training, the teacher beside it, where it is not a number; and on held-out questions."""
 
 from __future__ import annotations
 
@@ -41,8 +41,7 @@ class Objective:
     def __init__(self, model: Any, config: TrainConfig) -> None:
         self.model = model
         self.config = config
-        self.bad_batches = 0
-        """Batches that were left out."""
+        self.bad_batches = 0  # that were left out
         self._bad_now = False
         for parameter in model.parameters():
             if parameter.requires_grad:
@@ -81,7 +80,11 @@ class Objective:
             return loss
         self._bad_now = True
         self.bad_batches += 1
-        where = "another rank" if finite else self._keep(batch, loss, step)
+        where: str | Path = "another rank"
+        if not finite:
+            where = Path(self.config.output_dir) / f"bad-batch-step-{step}-rank-{distributed.rank()}.pt"
+            where.parent.mkdir(parents=True, exist_ok=True)
+            torch.save({"step": step, "loss": loss.item(), "inputs": send_to_device(batch, "cpu")}, where)
         message = f"the loss is {loss.item()} at step {step} (learning rate {rate:.2e}; the batch is kept in {where})"
         if self.bad_batches > self.config.max_bad_steps:
             raise TrainingDivergedError(
@@ -104,40 +107,6 @@ class Objective:
     def _unless_bad(self, gradient: Tensor) -> Tensor | None:
         # zero times NaN is NaN: what goes backward from a bad loss must be replaced, not scaled
         return torch.zeros_like(gradient) if self._bad_now else None
-
-    def _keep(self, batch: dict[str, Any], loss: Tensor, step: int) -> Path:
-        path = Path(self.config.output_dir) / f"bad-batch-step-{step}-rank-{distributed.rank()}.pt"
-        path.parent.mkdir(parents=True, exist_ok=True)
-        torch.save({"step": step, "loss": loss.item(), "inputs": send_to_device(batch, "cpu")}, path)
-        return path
-
-
-def check_positions(model: Any, examples: list[TrainingExample]) -> None:
-    """Raises ValueError if a prompt with its documents, which a teacher reads, exceeds the backbone's positions."""
-    limit = getattr(model.backbone.config.get_text_config(), "max_position_embeddings", None)
-    long = [e for e in examples if limit is not None and len(e.prompt.flat) + len(e.target) > limit]
-    if long:
-        raise ValueError(
-            f"{len(long)} examples are longer with their documents than the backbone's {limit} positions, where "
-            f"train.kl_weight has them (example {long[0].id}, for one): lower data.num_documents "
-            "or data.max_document_tokens, or use train.answers=on_policy with data.max_prompt_tokens, which drops them"
-        )
-
-
-def document_lengths(batch: dict[str, Any]) -> list[int]:
-    """Tokens of a batch's different documents, which are one tensor each on the CPU."""
-    return list({id(tensor): len(tensor) for row in batch.get("documents", ()) for tensor in row}.values())
-
-
-def out_of_memory(batch: dict[str, Any], step: int) -> RuntimeError:
-    """The error for a batch that took more memory than there is."""
-    (rows, tokens), documents = batch["input_ids"].shape, document_lengths(batch)
-    return RuntimeError(
-        f"out of memory at step {step} in a batch of {rows} rows of up to {tokens} tokens over {len(documents)} "
-        f"documents of {sum(documents)} tokens (the longest {max(documents, default=0)}): lower "
-        "train.batch_document_tokens, train.batch_query_tokens or train.batch_size (and raise "
-        "train.gradient_accumulation_steps), or set train.gradient_checkpointing"
-    )
 
 
 @torch.no_grad()

@@ -14,7 +14,7 @@ from comb.documents.datasets import Counts
 from comb.documents.document import PromptBuilder
 from comb.evaluation.record import check_writable
 from comb.hub.push import PUBLISHED, read_card
-from comb_training.config import Config, TrainConfig
+from comb_training.config import Config
 from comb_training.data.batches import TrainingExample
 from comb_training.data.mixture import prompt_builder, read_tokenized
 from comb_training.data.token_statistics import TokenStatistics, statistics_by_set
@@ -37,12 +37,6 @@ class PreparedRun:
     statistics: TokenStatistics
     sets: dict[str, TokenStatistics] = field(default_factory=dict)
 
-    @property
-    def parameters(self) -> dict[str, int]:
-        """Parameter counts: trainable, and all."""
-        trainable, total = self.model.num_trainable_parameters()
-        return {"trainable": trainable, "all": total}
-
 
 def prepare(config: Config, *, resume: str | Path | None = None) -> PreparedRun:
     """Loads backbone and data and tokenises them; nothing is trained.
@@ -55,7 +49,17 @@ def prepare(config: Config, *, resume: str | Path | None = None) -> PreparedRun:
             that is missing, malformed or empty, or a backbone without a tokenizer it fits.
     """
     check_tools(config.train)  # before hours of answers
-    check_folders(config.train)
+    train = config.train
+    folders = [("train.output_dir", train.output_dir, (*PUBLISHED, LOG))]
+    if train.answers == "on_policy":
+        folders.append(("train.answers_dir", train.answers_dir or str(Path(train.output_dir) / "answers"), ()))
+    for name, folder, files in folders:
+        try:
+            check_writable(folder, *files)
+            if files:
+                read_card(Path(folder))  # which the adapter's own is written into
+        except ValueError as error:
+            raise ValueError(f"{name}: {error}") from error
     set_threads(config)
     choose_attention(device_of(config))
     set_seed(config.train.seed)
@@ -70,21 +74,6 @@ def prepare(config: Config, *, resume: str | Path | None = None) -> PreparedRun:
     model = method.fitted(model, config, examples, resume)
     sets = statistics_by_set(examples) if config.data.mixture else {}
     return PreparedRun(config, model, tokenizer, builder, examples, counts, TokenStatistics.of(examples), sets)
-
-
-def check_folders(train: TrainConfig) -> None:
-    """Raises ValueError for a folder that what the run ends with can't be written into."""
-    answers = train.answers_dir or str(Path(train.output_dir) / "answers")
-    for name, folder, files in (
-        ("train.output_dir", train.output_dir, (*PUBLISHED, LOG)),
-        *([("train.answers_dir", answers, ())] if train.answers == "on_policy" else []),
-    ):
-        try:
-            check_writable(folder, *files)
-            if files:
-                read_card(Path(folder))  # which the adapter's own is written into
-        except ValueError as error:
-            raise ValueError(f"{name}: {error}") from error
 
 
 def tokenized(

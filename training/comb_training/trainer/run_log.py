@@ -65,7 +65,14 @@ class RunLog:
     def start(self, step: int) -> None:
         """Opens everything for a run that goes on from `step`."""
         if distributed.is_main():
-            self._keep_lines(step)
+            self.path.parent.mkdir(parents=True, exist_ok=True)
+            kept = []  # of an earlier file, the records up to `step`
+            if step and self.path.is_file():
+                for line in self.path.read_text(encoding="utf-8").splitlines():
+                    with suppress(ValueError, KeyError, TypeError):  # the last line of a killed run may be half of one
+                        if json.loads(line)["step"] <= step:
+                            kept.append(f"{line}\n")
+            self.path.write_text("".join(kept), encoding="utf-8")
         if self.config.report_to:
             self.accelerator.init_trackers(
                 os.environ.get("WANDB_PROJECT", "huggingface"),  # as transformers names it
@@ -77,17 +84,6 @@ class RunLog:
             bar_format="{desc} {percentage:3.0f}%|{bar:30}| {elapsed}{postfix}, {remaining} left",
             disable=not (self._progress and distributed.is_main()),
         )  # fmt: skip
-
-    def _keep_lines(self, step: int) -> None:
-        """Of an earlier file, the records up to `step`."""
-        self.path.parent.mkdir(parents=True, exist_ok=True)
-        kept = []
-        if step and self.path.is_file():
-            for line in self.path.read_text(encoding="utf-8").splitlines():
-                with suppress(ValueError, KeyError, TypeError):  # the last line of a killed run may be half of one
-                    if json.loads(line)["step"] <= step:
-                        kept.append(f"{line}\n")
-        self.path.write_text("".join(kept), encoding="utf-8")
 
     def count(self, tokens: int) -> None:
         """Adds tokens that this rank trained on (of different documents, queries and answers, no padding)."""
@@ -123,19 +119,16 @@ class RunLog:
             return
         self._add({"step": step, **record})
         if "loss" in record:
-            self._bar.set_postfix_str(self._summary(step, record))
+            first = next(row["loss"] for row in self.history if "loss" in row)
+            said = f"step {step}, loss {record['loss']:.3f} (first {first:.3f})"
+            if "tokens_per_second" in record:
+                said += f", {record['tokens_per_second']:,.0f} tokens/s"
+            self._bar.set_postfix_str(said)
         elif self._progress:
             self._bar.write(f"step {step}: {', '.join(f'{name} {value:.4g}' for name, value in record.items())}")
         if self.config.report_to:
             sides = {name: f"eval/{name[5:]}" if name.startswith("eval_") else f"train/{name}" for name in record}
             self.accelerator.log({sides[name]: value for name, value in record.items()}, step=step)
-
-    def _summary(self, step: int, record: dict[str, float]) -> str:
-        first = next(row["loss"] for row in self.history if "loss" in row)
-        parts = [f"step {step}", f"loss {record['loss']:.3f} (first {first:.3f})"]
-        if "tokens_per_second" in record:
-            parts.append(f"{record['tokens_per_second']:,.0f} tokens/s")
-        return ", ".join(parts)
 
     def end(self, step: int, by: str) -> None:
         """The last line of the file, as `how_it_ended` finds it: nothing is left to train."""

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import json
 import logging
+import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import islice
 from pathlib import Path
@@ -35,17 +36,16 @@ from comb_training.trainer.accelerator import (
     trained_weights,
 )
 from comb_training.trainer.checkpoints import (
-    changed_keys,
+    MAY_CHANGE,
+    RANDOM_STATE,
     check_finite,
     check_names,
-    load_random_state,
     load_trainable,
     new_checkpoint,
-    save_random_state,
 )
 from comb_training.trainer.distributed import asked_to_stop
 from comb_training.trainer.losses import check_attention
-from comb_training.trainer.objective import Objective, check_positions, document_lengths, heldout_losses, out_of_memory
+from comb_training.trainer.objective import Objective, heldout_losses
 from comb_training.trainer.optimizer import LearningRateSchedule, adamw, total_steps
 from comb_training.trainer.run_log import RunLog
 from comb_training.trainer.sampler import batch_sampler
@@ -78,6 +78,7 @@ class CombTrainer:
         use_cpu: bool = True,
         progress: bool = True,
     ) -> None:
+        self.model: Any = model
         if not examples:
             raise ValueError("no examples to train on")
         if not all(example.segments for example in examples):
@@ -91,9 +92,18 @@ class CombTrainer:
         if attention:
             check_attention(model)
         if teaches:
-            check_positions(model, [*examples, *heldout])
+            limit = (
+                getattr(self.model.backbone.config.get_text_config(), "max_position_embeddings", None) or sys.maxsize
+            )
+            long = [each for each in (*examples, *heldout) if len(each.prompt.flat) + len(each.target) > limit]
+            if long:
+                raise ValueError(
+                    f"{len(long)} examples are longer with their documents than the backbone's {limit} positions, "
+                    f"where train.kl_weight has them (example {long[0].id}, for one): lower data.num_documents or "
+                    "data.max_document_tokens, or use train.answers=on_policy with data.max_prompt_tokens, which drops "
+                    "them"
+                )
         self.config = config
-        self.model: Any = model
         self.examples = examples
         self.heldout = heldout
         self.tokenizer = tokenizer
@@ -112,16 +122,14 @@ class CombTrainer:
         )
         self.accelerator = make_accelerator(config, use_cpu=use_cpu)
         plugin = self.accelerator.state.deepspeed_plugin
-        self.sharded = plugin is not None
-        """Whether DeepSpeed keeps weights or their optimizer in parts."""
+        self.sharded = plugin is not None  # DeepSpeed keeps weights or their optimizer in parts
         self._zero3 = plugin is not None and plugin.zero_stage == 3
         self.optimizer: Any = adamw(model, config)
         self._peak_rates = [group["lr"] for group in self.optimizer.param_groups]
         self.objective = Objective(model, config)
         self.settings = settings or {}
         self.log = RunLog(config, self.schedule, self.accelerator, settings=self.settings, progress=progress)
-        self.step = 0
-        """Optimizer steps done."""
+        self.step = 0  # optimizer steps done
         self.terminated = ""
         """The signal that ended the run before its time, SIGTERM or SIGINT; there is a checkpoint to go on from."""
         self._wrapped: Any = model  # as DDP or DeepSpeed call it, from `train` on
@@ -157,9 +165,35 @@ class CombTrainer:
                 load_trainable(self.model, checkpoint)
                 return
         set_seed(self.config.seed)
-        self._prepare()
+        if self.config.gradient_checkpointing:
+            self.model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+        if self._zero3:
+            self.model.agree_on_passes = distributed.agree_on_passes
+        placed = getattr(self.model.config, "cross_attention_layers", None) or []
+        if not distributed.same(placed):
+            raise ValueError(
+                f"the ranks measured different places for the cross blocks (here {placed}): write one choice into the "
+                "configuration, model.cross_attention_layers=[...]"
+            )
+        self._wrapped, self.optimizer = self.accelerator.prepare(self.model, self.optimizer)
+        if self.sharded:
+            settle_engine(self._wrapped, self.model)
         if checkpoint is not None:
-            self._load(Path(checkpoint))
+            folder = Path(checkpoint)
+            if self.sharded:
+                check_names(self.model, folder)
+                load_engine(self._wrapped, folder)
+            else:
+                load_trainable(self.model, folder)
+                state = torch.load(folder / OPTIMIZER_NAME, map_location="cpu", weights_only=True)
+                self.optimizer.load_state_dict(state)
+            path = folder / RANDOM_STATE.format(distributed.rank())
+            if not path.is_file():
+                raise ValueError(f"{path} is not there: resume with as many processes as wrote the checkpoint")
+            state = torch.load(path, weights_only=True)
+            torch.set_rng_state(state["cpu"])
+            if torch.cuda.is_available() and state["cuda"]:
+                torch.cuda.set_rng_state_all(state["cuda"])
         self._set_learning_rates()
         self.log.start(self.step)
         try:
@@ -191,19 +225,12 @@ class CombTrainer:
                 self.log.write(self.step, record | self.log.tokens_per_second())
                 self._loss, logged_at = torch.zeros_like(self._loss), self.step
             if self.terminated:  # saved first: who sent the signal may not wait for the evaluation
-                self._save()
-            if over or self._due(config.eval_steps):
+                self.save_checkpoint()
+            if over or (config.eval_steps and self.step % config.eval_steps == 0):
                 with self.log.paused("held-out"):
                     self.evaluate()
-            if not self.terminated and config.save_steps and (over or self._due(config.save_steps)):
-                self._save()
-
-    def _save(self) -> None:
-        with self.log.paused("saving"):
-            self.save_checkpoint()
-
-    def _due(self, every: int | None) -> bool:
-        return every is not None and self.step % every == 0
+            if not self.terminated and config.save_steps and (over or self.step % config.save_steps == 0):
+                self.save_checkpoint()
 
     def _batches(self) -> Iterator[dict[str, Any]]:
         """This rank's batches from the step on that comes next, epoch after epoch without end."""
@@ -219,7 +246,9 @@ class CombTrainer:
         # accelerate divides by the passes, and DDP and DeepSpeed by the ranks: for means, but these are sums
         scale = len(batches) * self.accelerator.num_processes
         for batch in batches:
-            self.log.count(int(batch["attention_mask"].sum()) + sum(document_lengths(batch)))
+            # equal documents of a batch are one tensor
+            documents = list({id(each): len(each) for row in batch.get("documents", ()) for each in row}.values())
+            self.log.count(int(batch["attention_mask"].sum()) + sum(documents))
             try:
                 with self.accelerator.accumulate(self._wrapped):
                     inputs = send_to_device(batch, self.accelerator.device)
@@ -227,7 +256,14 @@ class CombTrainer:
                     self.accelerator.backward(loss * scale)
             except (RuntimeError, MemoryError) as error:
                 if isinstance(error, torch.OutOfMemoryError | MemoryError) or "allocate memory" in str(error):
-                    raise out_of_memory(batch, self.step + 1) from error
+                    rows, tokens = batch["input_ids"].shape
+                    raise RuntimeError(
+                        f"out of memory at step {self.step + 1} in a batch of {rows} rows of up to {tokens} tokens "
+                        f"over {len(documents)} documents of {sum(documents)} tokens (the longest "
+                        f"{max(documents, default=0)}): lower train.batch_document_tokens, train.batch_query_tokens or "
+                        "train.batch_size (and raise train.gradient_accumulation_steps), or set "
+                        "train.gradient_checkpointing"
+                    ) from error
                 raise
             self._loss += loss.detach()
         # DeepSpeed has clipped already, and only tells the norm
@@ -266,29 +302,15 @@ class CombTrainer:
 
     # --- what it starts from and what it leaves -----------------------------------------------------------------
 
-    def _prepare(self) -> None:
-        """Wraps model and optimizer as the ranks and the precision need it."""
-        if self.config.gradient_checkpointing:
-            self.model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
-        if self._zero3:
-            self.model.agree_on_passes = distributed.agree_on_passes
-        placed = getattr(self.model.config, "cross_attention_layers", None) or []
-        if not distributed.same(placed):
-            raise ValueError(
-                f"the ranks measured different places for the cross blocks (here {placed}): write one choice into the "
-                "configuration, model.cross_attention_layers=[...]"
-            )
-        self._wrapped, self.optimizer = self.accelerator.prepare(self.model, self.optimizer)
-        if self.sharded:
-            settle_engine(self._wrapped, self.model)
-
     def save_checkpoint(self) -> None:
         """Writes what a run goes on from to ``checkpoint-N`` of the run's folder. Collective."""
         folder = Path(self.config.output_dir)
-        with new_checkpoint(folder, self.step, keep=self.config.save_total_limit) as path:
-            weights = self.trained_weights()
+        keep = self.config.save_total_limit
+        with self.log.paused("saving"), new_checkpoint(folder, self.step, keep=keep) as path:
+            weights = trained_weights(self.model, sharded=self.sharded)
             check_finite(weights)
-            save_random_state(path)
+            cuda = torch.cuda.get_rng_state_all() if torch.cuda.is_available() else []
+            torch.save({"cpu": torch.get_rng_state(), "cuda": cuda}, path / RANDOM_STATE.format(distributed.rank()))
             if self.sharded:
                 self._wrapped.save_checkpoint(str(path), exclude_frozen_parameters=True)
             if distributed.is_main():
@@ -297,7 +319,7 @@ class CombTrainer:
                 if not self.sharded:
                     torch.save(self.optimizer.state_dict(), path / OPTIMIZER_NAME)
                 state = {"global_step": self.step, "seconds": self.schedule.used, "log_history": self.log.history}
-                state["settings"] = self.settings
+                state |= {"settings": self.settings}
                 (path / TRAINER_STATE_NAME).write_text(json.dumps(state), encoding="utf-8")
 
     def _read_state(self, folder: Path) -> None:
@@ -312,23 +334,16 @@ class CombTrainer:
                 "a checkpoint-N folder, or auto for the newest of train.output_dir"
             ) from error
         its = state.get("settings")
-        if self.settings and its and (changed := changed_keys(self.settings, its, "model", "data", "train")):
+        changed = [
+            f"{section}.{key}"
+            for section in (("model", "data", "train") if self.settings and its else ())
+            for key, value in self.settings[section].items()
+            if key not in MAY_CHANGE and its[section].get(key, value) != value
+        ]
+        if changed:
             logger.warning(
                 "%s was made with other values of %s: it goes on with the new ones", folder, ", ".join(changed)
             )
-
-    def _load(self, folder: Path) -> None:
-        if self.sharded:
-            check_names(self.model, folder)
-            load_engine(self._wrapped, folder)
-        else:
-            load_trainable(self.model, folder)
-            self.optimizer.load_state_dict(torch.load(folder / OPTIMIZER_NAME, map_location="cpu", weights_only=True))
-        load_random_state(folder)
-
-    def trained_weights(self) -> dict[str, Tensor]:
-        """The trained parameters in full, on the CPU; DeepSpeed's float32 master weights. Collective."""
-        return trained_weights(self.model, sharded=self.sharded)
 
     def save_model(self, folder: str | Path) -> None:
         """Writes what is published: the trained weights in the backbone's dtype, LoRA merged. Collective.
