@@ -28,92 +28,61 @@ Mode = Literal["addition", "transition", "rotation", "seam"]
 """HYPIC's ablation: states added up | with transitions | and keys re-rotated to their places | and seams recomputed."""
 
 
+Item = list[int] | HybridPICache
+"""Of a prompt: tokens to be computed, or a segment whose interior is jumped over."""
+
+
 @dataclass
 class LinkedPrompt:
-    """A prompt that is linked up to its last token.
+    """A prompt that is linked up to its last token."""
 
-    Args:
-        token_ids: the whole prompt.
-        cache: covers all of it but the last token; None for a prompt of one token.
-        recomputed: document tokens that were computed again.
-        seconds: that composing states and keys, and computing tokens, took.
-    """
-
-    token_ids: list[int]
-    cache: Any
-    recomputed: int
-    seconds: Mapping[str, float]
+    token_ids: list[int]  # of the whole prompt
+    cache: Any  # covers all of it but the last token; None for a prompt of one token
+    recomputed: int  # document tokens that were computed again
+    seconds: Mapping[str, float]  # that composing states and keys, and computing tokens, took
 
 
 class SequentialLinker:
-    """Builds one cache: `tokens` and `interior` in the order of the prompt, then `finish`.
+    """Links one prompt."""
 
-    Args:
-        mode: less than "seam" leaves out what the paper's ablation leaves out.
-        compose: False adds states up, in any mode, as "addition" does: what re-rotation and seams do without eq. 6.
-        length: tokens of the whole prompt.
-        before, cache: tokens that a cache covers already, and that cache, which is written to; empty by default.
-    """
-
-    def __init__(
-        self,
-        model: Any,
-        support: HybridSupport,
-        mode: Mode,
-        length: int,
-        *,
-        compose: bool = True,
-        before: Sequence[int] = (),
-        cache: Any = None,
-    ) -> None:
+    def __init__(self, model: Any, support: HybridSupport, mode: Mode = "seam", *, compose: bool = True) -> None:
         self.model, self.support, self.mode = model, support, mode
+        # without it states are added up in any mode: what re-rotation and seams do without eq. 6
         self.compose = compose and mode != "addition"
-        self.cache: Any = new_cache(model) if cache is None else cache
-        self.length = length
-        self.token_ids: list[int] = list(before)
-        self.seconds = StageTimes(model.get_input_embeddings().weight.device, "compose", "recompute")
-        self._pending: list[int] = []
+        self.device: torch.device = model.get_input_embeddings().weight.device
+        self.seconds = StageTimes(self.device, "compose", "recompute")
+        self.cache: Any = None
 
-    def tokens(self, token_ids: Sequence[int]) -> None:
-        """Tokens to be computed; neighbouring runs are computed together."""
-        self._pending += token_ids
-        self.token_ids += token_ids
+    def link(self, items: Sequence[Item], cache: Any, start: int, length: int) -> Any:
+        """Fills `cache`, which covers `start` tokens of a prompt of `length`, with `items`; gives it back."""
+        self.cache, place = cache, start
+        for item in items:
+            if isinstance(item, list):
+                with self.seconds.timed("recompute"):
+                    run(self.model, item, cache, place, step=self.support.step if place else None)
+                place += len(item)
+                continue
+            with self.seconds.timed("compose"):
+                picache, rerotation = item.to(self.device), self.rerotation(place - item.compiled_at)
+                for number, part in picache.linear.items():
+                    self.jump(number, part, rerotation)
+                for number, pair in picache.attention.items():
+                    rotations = self.support.positions.layers[number]
+                    keys, values = (
+                        rerotated(tensor[None], rotation, rerotation)
+                        for tensor, rotation in zip(pair, rotations, strict=True)
+                    )
+                    cache.update(keys, values, number)
+                count_in(cache, picache.end - picache.start)
+                give_room(cache, length)
+            place += picache.end - picache.start
+        return cache
 
-    def interior(self, picache: HybridPICache) -> None:
-        """Jumps over the compiled interior of a segment."""
-        self._compute(len(self.token_ids))
-        with self.seconds.timed("compose"):
-            picache = picache.to(self.model.get_input_embeddings().weight.device)
-            rerotation = self._rerotation(len(self.token_ids) - picache.compiled_at)
-            self.token_ids += picache.token_ids[picache.start : picache.end].tolist()
-            for number, part in picache.linear.items():
-                self.jump(number, part, rerotation)
-            for number, pair in picache.attention.items():
-                rotations = self.support.positions.layers[number]
-                keys, values = (
-                    rerotated(tensor[None], rotation, rerotation)
-                    for tensor, rotation in zip(pair, rotations, strict=True)
-                )
-                self.cache.update(keys, values, number)
-            count_in(self.cache, picache.end - picache.start)
-            give_room(self.cache, self.length)
-
-    def finish(self) -> Any:
-        """Computes all that is left but the last token; the cache, or None when there is nothing in front of it."""
-        self._compute(len(self.token_ids) - 1)
-        return self.cache if len(self.token_ids) > 1 else None
-
-    def _compute(self, end: int) -> None:
-        start = len(self.token_ids) - len(self._pending)
-        with self.seconds.timed("recompute"):
-            run(self.model, self._pending[: end - start], self.cache, start, step=self.support.step if start else None)
-        self._pending = []
-
-    def _rerotation(self, shift: int) -> Rerotation | None:
+    def rerotation(self, shift: int) -> Rerotation | None:
+        """Of keys that come to stand `shift` places behind where they were compiled; None where they aren't turned."""
         if self.mode in ("addition", "transition") or shift == 0:
             return None
-        device = self.model.get_input_embeddings().weight.device
-        return self.support.positions.rerotation(torch.zeros(1), torch.full((1,), shift), 1, device)
+        return self.support.positions.rerotation(torch.zeros(1), torch.full((1,), shift), 1, self.device)
 
     def jump(self, number: int, part: SegmentState, rerotation: Rerotation | None) -> None:
         """A linear layer's columns and state behind an interior: S <- T S + S_C."""
@@ -161,33 +130,46 @@ def link_segments(
 ) -> LinkedPrompt:
     """The prompt ``before + fresh[0] + picaches[0] + fresh[1] + ... + fresh[-1]``. The caller holds the model's lock.
 
-    `cache` covers `before` and is written to; without it the prompt is linked from its start.
-
-    The last token is left to ``generate()``, whose first step gives its logits; a prompt whose last segment is kept up
-    to its end has that segment computed again.
+    `cache` covers `before` and is written to. The last token is left to ``generate()``, whose first step gives its
+    logits; a prompt whose last segment is kept up to its end has that segment computed again.
 
     Raises:
         ValueError: a leading PICache that doesn't stand at the start of the prompt.
     """
     length = len(before) + sum(map(len, fresh)) + sum(picache.num_tokens for picache in picaches)
-    linker = linker_type(model, support, mode, length, compose=compose, before=before, cache=cache)
-    recomputed = 0
+    token_ids, items, recomputed = list(before), list[Item](), 0
+
+    def compute(tokens: Sequence[int]) -> None:
+        if tokens and items and isinstance(items[-1], list):  # neighbouring runs are computed together
+            items[-1] += tokens
+        elif tokens:
+            items.append([*tokens])
+        token_ids.extend(tokens)
+
     for picache, tokens in zip(picaches, fresh, strict=False):
-        linker.tokens(tokens)
-        if picache.leading and linker.token_ids:
+        compute(tokens)
+        if picache.leading and token_ids:
             raise ValueError(
                 f"a leading PICache was made for the start of a prompt, this one would stand at position "
-                f"{len(linker.token_ids)}: compile the document again, without leading=True"
+                f"{len(token_ids)}: compile the document again, without leading=True"
             )
         ids = picache.token_ids.tolist()
-        last = len(linker.token_ids) + len(ids) == length
+        last = len(token_ids) + len(ids) == length
         if picache.start == picache.end or (last and picache.end == len(ids)):
-            linker.tokens(ids)
+            compute(ids)
             recomputed += len(ids)
             continue
-        linker.tokens(ids[: picache.start])
-        linker.interior(picache)
-        linker.tokens(ids[picache.end :])
+        compute(ids[: picache.start])
+        items.append(picache)
+        token_ids += ids[picache.start : picache.end]
+        compute(ids[picache.end :])
         recomputed += len(ids) - (picache.end - picache.start)
-    linker.tokens(fresh[-1])
-    return LinkedPrompt(linker.token_ids, linker.finish(), recomputed, linker.seconds)
+    compute(fresh[-1])
+    last_run = items[-1]
+    assert isinstance(last_run, list)
+    last_run.pop()  # left to `generate`
+    if not last_run:
+        items.pop()
+    linker = linker_type(model, support, mode, compose=compose)
+    filled = linker.link(items, new_cache(model) if cache is None else cache, len(before), length)
+    return LinkedPrompt(token_ids, filled if length > 1 else None, recomputed, linker.seconds)

@@ -1,16 +1,15 @@
 """The packed link: everything that is to be computed goes through the backbone in one pass.
 
 `SequentialLinker` takes one run of tokens after the other through all layers; this does so inside of each linear layer
-only: it takes the first run from its state, jumps over the interior behind it, takes the next run, and so on. The rest
-of the model, full attention included, sees all rows at once, under a mask by position. Hooks call a layer
-once per run instead of once; its own code isn't touched. `SequentialLinker` is the reference: on the model in hand both
-are tried once, and what differs is linked run by run (`linker_for`).
+only: hooks call it once per run, with the states composed in between. The rest of the model, full attention included,
+sees all rows at once, under a mask by position. On the model in hand both are tried once, and what differs is linked
+run by run (`linker_for`).
 """
 
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
@@ -25,13 +24,13 @@ from comb.backbones.forward import counted_passes, run_decoder, takes_positions
 from comb.backbones.transformers_private import attention_name
 from comb.hybrid.caches import attention_layers, new_cache, read_state
 from comb.hybrid.compile import compile_segment
-from comb.hybrid.link import SequentialLinker, link_segments, rerotated
+from comb.hybrid.link import Item, SequentialLinker, link_segments, rerotated
 from comb.hybrid.picache import HybridPICache
 from comb.hybrid.support import HybridSupport
 from comb.linking.cache import ROOM, RoomyLayer, ScatteredRows, ScatterLayer
 from comb.linking.masks import Masks, masked_attention
-from comb.linking.recomputed import recomputed_attention
 from comb.linking.positions import Rerotation
+from comb.linking.recomputed import recomputed_attention
 from comb.linking.support import distance, made_up_tokens, tolerance_of
 
 _MAX_MASK_ELEMENTS = 2**26
@@ -49,94 +48,69 @@ class _Jump:
 
 
 class PackedLinker(SequentialLinker):
-    """As `SequentialLinker`, with one pass of the backbone, in `finish`.
+    """As `SequentialLinker`, with one pass of the backbone.
 
     A prompt without an interior, or whose mask would be a burden, is linked in order after all.
-
-    Args:
-        mapping: the model takes a mask per kind of layer; else one mask for all.
     """
 
     def __init__(self, *args: Any, mapping: bool = True, **options: Any) -> None:
         super().__init__(*args, **options)
-        self._mapping = mapping
-        self._held = len(self.token_ids)
-        self._rows: list[int] = []
-        self._items: list[_Jump | slice] = []  # slices of the rows: neighbours in the prompt
+        self._mapping = mapping  # whether the model takes a mask per kind of layer; else one mask for all
 
-    def interior(self, picache: HybridPICache) -> None:
-        self._close(len(self.token_ids))
-        place = len(self.token_ids)
-        picache = picache.to(self.model.get_input_embeddings().weight.device)
-        self.token_ids += picache.token_ids[picache.start : picache.end].tolist()
-        self._items.append(_Jump(picache, place, self._rerotation(place - picache.compiled_at)))
-
-    def finish(self) -> Any:
-        end = len(self.token_ids) - 1
-        self._close(end)
-        jumps = any(isinstance(item, _Jump) for item in self._items)
-        if not jumps or not self._rows or len(self._rows) * end > _MAX_MASK_ELEMENTS:
-            tokens = self.token_ids
-            linker = SequentialLinker(
-                self.model, self.support, self.mode, self.length,
-                compose=self.compose, before=tokens[: self._held], cache=self.cache,
-            )  # fmt: skip
-            for item in self._items:
-                if isinstance(item, _Jump):
-                    linker.interior(item.picache)
-                else:
-                    linker.tokens([tokens[position] for position in self._rows[item]])
-            linker.tokens(tokens[-1:])
-            self.seconds = linker.seconds
-            return linker.finish()
-        rows = ScatteredRows(end, torch.tensor(self._rows))
+    def link(self, items: Sequence[Item], cache: Any, start: int, length: int) -> Any:
+        self.cache, place = cache, start
+        token_ids: list[int] = []
+        positions: list[int] = []
+        steps: list[_Jump | slice] = []  # slices of the rows: neighbours in the prompt
+        for item in items:
+            if isinstance(item, list):
+                steps.append(slice(len(positions), len(positions) + len(item)))
+                positions += range(place, place + len(item))
+                token_ids += item
+                place += len(item)
+            else:
+                steps.append(_Jump(item.to(self.device), place, self.rerotation(place - item.compiled_at)))
+                place += item.end - item.start
+        jumps = [step for step in steps if isinstance(step, _Jump)]
+        if not jumps or not positions or len(positions) * place > _MAX_MASK_ELEMENTS:
+            return super().link(items, cache, start, length)
+        rows = ScatteredRows(place, torch.tensor(positions))
         with self.seconds.timed("compose"):
-            self._place(rows)
-        ids = torch.tensor(self.token_ids)[rows.positions][None]
-        device = self.model.get_input_embeddings().weight.device
+            # keys and values of what is held and of all interiors at their places, room for those of the rows
+            for number in self.support.attention:
+                held, buffers = cache.layers[number], []
+                for part, rotation in enumerate(self.support.positions.layers[number]):
+                    like = jumps[0].picache.attention[number][part]
+                    buffer = like.new_empty(1, like.shape[0], rows.length + ROOM, like.shape[2])
+                    if start:
+                        buffer[:, :, :start] = (held.keys, held.values)[part]
+                    for jump in jumps:
+                        moved = rerotated(jump.picache.attention[number][part][None], rotation, jump.rerotation)
+                        buffer[:, :, jump.place : jump.place + moved.shape[2]] = moved
+                    buffers.append(buffer)
+                cache.layers[number] = ScatterLayer(rows, *buffers)
         with self.seconds.timed("recompute"), masked_attention(self.model), ExitStack() as hooks:
             for number, module in self.support.modules.items():
-                self._by_runs(number, module, hooks)
+                self._by_runs(number, module, steps, len(positions), hooks)
             masks = Masks((("full_attention", None),), self._mapping)
             built: Any = masks.build(rows, self.model)
             with recomputed_attention(self.model, rows, masks.windowed(built)):
                 if self._mapping:
                     built |= dict.fromkeys(_UNMASKED)
-                run_decoder(self.model, ids, self.cache, position_ids=rows.on(device)[None], attention_mask=built)
-        for number, layer in attention_layers(self.cache).items():
-            self.cache.layers[number] = RoomyLayer(layer.keys, layer.values, end)
-        return self.cache
+                ids, at = torch.tensor(token_ids)[None], rows.on(self.device)[None]
+                run_decoder(self.model, ids, cache, position_ids=at, attention_mask=built)
+        for number, layer in attention_layers(cache).items():
+            cache.layers[number] = RoomyLayer(layer.keys, layer.values, place)
+        return cache
 
-    def _close(self, end: int) -> None:
-        """Ends a run of tokens to be computed in front of position `end`."""
-        start = len(self.token_ids) - len(self._pending)
-        if end > start:
-            self._items.append(slice(len(self._rows), len(self._rows) + end - start))
-            self._rows += range(start, end)
-        self._pending = []
-
-    def _place(self, rows: ScatteredRows) -> None:
-        """Keys and values of what is held and of all interiors at their places, room for those of the rows."""
-        jumps = [item for item in self._items if isinstance(item, _Jump)]
-        for number in self.support.attention:
-            held, buffers = self.cache.layers[number], []
-            for part, rotation in enumerate(self.support.positions.layers[number]):
-                like = jumps[0].picache.attention[number][part]
-                buffer = like.new_empty(1, like.shape[0], rows.length + ROOM, like.shape[2])
-                if self._held:
-                    buffer[:, :, : self._held] = (held.keys, held.values)[part]
-                for jump in jumps:
-                    moved = rerotated(jump.picache.attention[number][part][None], rotation, jump.rerotation)
-                    buffer[:, :, jump.place : jump.place + moved.shape[2]] = moved
-                buffers.append(buffer)
-            self.cache.layers[number] = ScatterLayer(rows, *buffers)
-
-    def _by_runs(self, number: int, module: nn.Module, hooks: ExitStack) -> None:
+    def _by_runs(
+        self, number: int, module: nn.Module, steps: Sequence[_Jump | slice], rows: int, hooks: ExitStack
+    ) -> None:
         """Has a linear layer take its rows run by run, with the states composed in between, until `hooks` close.
 
         In front of the layer its arguments are cut to the first run; behind it, the other runs are computed.
         """
-        thread, rows = threading.get_ident(), len(self._rows)
+        thread = threading.get_ident()
         runs: Iterator[tuple[Any, dict[str, Any]]] = iter(())
 
         def cut(value: Any, run: slice) -> Any:
@@ -147,12 +121,12 @@ class PackedLinker(SequentialLinker):
 
         def arguments(args: Any, kwargs: dict[str, Any]) -> Iterator[tuple[Any, dict[str, Any]]]:
             """Of one run after the other; jumps over what lies in front of the next one."""
-            for item in self._items:
-                if isinstance(item, slice):
-                    yield cut(args, item), {name: cut(value, item) for name, value in kwargs.items()}
+            for step in steps:
+                if isinstance(step, slice):
+                    yield cut(args, step), {name: cut(value, step) for name, value in kwargs.items()}
                 else:
                     with self.seconds.timed("compose", within="recompute"):
-                        self.jump(number, item.picache.linear[number], item.rerotation)
+                        self.jump(number, step.picache.linear[number], step.rerotation)
 
         def before(layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
             nonlocal runs

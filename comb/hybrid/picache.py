@@ -15,17 +15,11 @@ from comb.hybrid.transition import TRANSITIONS, Transition
 
 @dataclass(frozen=True, eq=False)
 class SegmentState:
-    """What a segment's interior does to one linear layer.
+    """What a segment's interior does to one linear layer."""
 
-    Args:
-        columns: [C, at most kernel] raw columns in front of the convolution, of the interior's last tokens; or None.
-        state: S in the layout of the layer's own cache, compiled at the segment's own positions; or None.
-        transition: T; None where `state` is None, and in a prefix's snapshot, where nothing comes before.
-    """
-
-    columns: Tensor | None = None
-    state: Tensor | None = None
-    transition: Transition | None = None
+    columns: Tensor | None = None  # [C, at most kernel], raw ones in front of the convolution, of its last tokens
+    state: Tensor | None = None  # S in the layout of the layer's own cache, at the segment's own positions
+    transition: Transition | None = None  # T; None without a state, and in a prefix: nothing comes before
 
 
 @register_kind

@@ -95,12 +95,7 @@ def watch_layers(model: nn.Module, cache: Any) -> Iterator[dict[int, LayerRun]]:
 
 
 class TransitionProbe:
-    """Runs one linear layer over tokens [start, end) of a recorded call, from states of our choice.
-
-    Args:
-        seen: the cache of the recorded call.
-        step: tokens per call behind a state; None for all at once.
-    """
+    """Runs one linear layer over tokens [start, end) of a recorded call, from states of our choice."""
 
     def __init__(self, model: Any, call: LayerRun, seen: Any, start: int, *, step: int | None = None) -> None:
         _, state = read_state(seen, call.number)
@@ -123,16 +118,15 @@ class TransitionProbe:
     def response(self, states: Tensor) -> tuple[Tensor, Tensor]:
         """T applied to each of `states` [rows, ...], and S: the end from an empty state."""
         states = torch.cat([self.zeros[None], states])
-        cache = copy.deepcopy(self._before)
-        columns, _ = read_state(cache, self.call.number)
+        fresh = copy.deepcopy(self._before)
+        columns, _ = read_state(fresh, self.call.number)
         if columns is None:
             columns, _ = read_state(self.seen, self.call.number)
             columns = None if columns is None else torch.zeros_like(columns)
         if columns is not None:
             columns = columns[None].expand(len(states), *columns.shape).contiguous()
-        fresh = copy.copy(cache)
-        fresh.layers = [type(layer)() for layer in cache.layers]
-        if hasattr(cache, "linear_cache"):
+        fresh.layers = [type(layer)() for layer in fresh.layers]
+        if hasattr(fresh, "linear_cache"):
             fresh.linear_cache = []
         write_state(fresh, self.call.number, columns, states.clone())
         for layer in fresh.layers:  # OLMo-hybrid asks the last linear layer, whichever layer is running

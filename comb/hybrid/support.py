@@ -23,6 +23,8 @@ from comb.hybrid.probe import LayerRun, TransitionProbe, watch_layers
 from comb.hybrid.scans import SCAN_READERS, constant_decay, listen
 from comb.hybrid.transition import Transition, TransitionError
 from comb.linking.positions import (
+    PositionMap,
+    Rotation,
     UnmovableError,
     check_shifts,
     explain_states,
@@ -30,7 +32,6 @@ from comb.linking.positions import (
     numbered,
     states_by_position,
 )
-from comb.linking.positions import PositionMap, Rotation
 from comb.linking.support import distance, made_up_tokens, tolerance_of
 
 _TOKENS, _HEAD = 11, 5
@@ -42,40 +43,25 @@ Source = Literal["scan", "decay", "probe"]
 
 @dataclass(frozen=True)
 class LinearLayer:
-    """One linear layer: `family` of its transition ("convolution": it has no recurrent state) and how it is read.
-
-    Args:
-        axis: -2 or -1, where the state has its key channels.
-        kernel: raw columns kept in front of its convolution, 0 without one.
-        rotation: of the state's key channels, where the layer rotates keys by their position.
-        dtype: of the state in the model's own cache.
-    """
+    """One linear layer: `family` of its transition ("convolution": it has no recurrent state) and how it is read."""
 
     family: str
     source: Source | None
-    axis: int = -2
-    kernel: int = 0
-    rotation: Rotation | None = None
-    dtype: torch.dtype = torch.float32
+    axis: int = -2  # or -1: where the state has its key channels
+    kernel: int = 0  # raw columns kept in front of its convolution, 0 without one
+    rotation: Rotation | None = None  # of the state's key channels, where the layer rotates keys by their position
+    dtype: torch.dtype = torch.float32  # of the state in the model's own cache
 
 
 @dataclass(frozen=True)
 class HybridSupport:
-    """How a model is linked.
+    """How a model is linked; by number of the cache layer."""
 
-    Args:
-        positions: how cached keys and values are moved.
-        linear: by number of the cache layer.
-        attention: numbers of the cache layers with keys and values; a layer may have both.
-        step: tokens per pass from a state: None for any number, 1 where the scan can't start from one.
-        modules: the linear layers' modules, by number of the cache layer.
-    """
-
-    positions: PositionMap
+    positions: PositionMap  # how cached keys and values are moved
     linear: dict[int, LinearLayer]
-    attention: tuple[int, ...]
-    step: int | None
-    modules: dict[int, Any]
+    attention: tuple[int, ...]  # layers with keys and values; a layer may have both
+    step: int | None  # tokens per pass from a state: None for any number, 1 where the scan can't start from one
+    modules: dict[int, Any]  # the linear layers' own
 
     @property
     def kernel(self) -> int:
@@ -107,18 +93,13 @@ def find_hybrid_support(model: Any) -> HybridSupport:
 
 @dataclass
 class Recording:
-    """A forward pass over one row in an empty cache, and everything that was heard of it.
-
-    Args:
-        start: transitions were read of the tokens from here on.
-        readings: of the scans that were called, in order.
-    """
+    """A forward pass over one row in an empty cache, and everything that was heard of it."""
 
     token_ids: list[int]
-    start: int
+    start: int  # transitions were read of the tokens from here on
     cache: Any
     hidden: Tensor
-    readings: list[tuple[Transition, Tensor | None]]
+    readings: list[tuple[Transition, Tensor | None]]  # of the scans that were called, in order
     layers: dict[int, LayerRun]
 
     @property

@@ -35,13 +35,9 @@ class TransitionError(ValueError):
 
 @dataclass(frozen=True, eq=False)
 class Transition(ABC):
-    """T of a run of tokens. Transitions of one family and shape form a monoid under `after`.
+    """T of a run of tokens. Transitions of one family and shape form a monoid under `after`."""
 
-    Args:
-        tensor: the smallest form of T that the family has (HYPIC table 3).
-    """
-
-    tensor: Tensor
+    tensor: Tensor  # the smallest form of T that the family has (HYPIC table 3)
     family: ClassVar[str]
 
     @abstractmethod

@@ -34,24 +34,15 @@ Function = TypeVar("Function", bound=Callable[..., list[int]])
 
 @dataclass
 class PromptLayout:
-    """A prompt whose documents are linked, before anything of it is computed.
+    """A prompt whose documents are linked, before anything of it is computed."""
 
-    Args:
-        token_ids: [N], the whole prompt; document tokens among them.
-        spans: of the documents, in order.
-        start: tokens that the cache covered before, of the prefix or of an earlier turn.
-        end: tokens that the cache is to hold; N, or N - 1 when the last one is left for `generate`.
-        backbone: the model. support: how it is linked.
-        cache: keys and values of the first `end` tokens; zeros where they are still to be computed.
-    """
-
-    token_ids: Tensor
-    spans: list[Span]
-    start: int
-    end: int
+    token_ids: Tensor  # [N], the whole prompt; document tokens among them
+    spans: list[Span]  # of the documents, in order
+    start: int  # tokens that the cache covered before, of the prefix or of an earlier turn
+    end: int  # tokens that the cache is to hold; N, or less when the last ones are left for `generate`
     backbone: Any
     support: LinkSupport
-    cache: ScatterCache
+    cache: ScatterCache  # keys and values of the first `end` tokens; zeros where they are still to be computed
 
     def run(self, rows: Sequence[int]) -> Tensor | None:
         """One pass over the tokens at `rows` into `cache`, at once where the model takes that, else run by run."""

@@ -36,18 +36,13 @@ _MOST = 256
 
 @dataclass(frozen=True)
 class Prefix:
-    """The first tokens of a prompt, and what the backbone computes of them.
-
-    Args:
-        pieces: PICaches one behind the other; prefixes that begin alike share those that they have in common.
-    """
+    """The first tokens of a prompt, and what the backbone computes of them."""
 
     token_ids: tuple[int, ...] = ()
-    pieces: tuple[Any, ...] = ()
+    pieces: tuple[Any, ...] = ()  # PICaches; prefixes that begin alike share those that they have in common
 
     @property
     def nbytes(self) -> int:
-        """Of all pieces."""
         return sum(piece.nbytes for piece in self.pieces)
 
     def past(self, model: Any, length: int) -> PastState:

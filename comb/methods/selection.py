@@ -52,38 +52,24 @@ Share = Annotated[float, TokenShare()]
 
 @dataclass(frozen=True)
 class QueryLook:
-    """What the query saw when it passed over the linked prompt with nothing recomputed.
+    """What the query saw when it passed over the linked prompt with nothing recomputed."""
 
-    Args:
-        paid: [N] float32, on the CPU: the attention that its tokens pay to each of the prompt's, added up over them,
-            layers and heads.
-        spans: of the documents, in order.
-        behind_front: whether they were compiled behind something.
-    """
-
+    # [N] float32, on the CPU: the attention that its tokens pay to each of the prompt's, over them, layers and heads
     paid: Tensor
-    spans: Sequence[Span]
-    behind_front: bool
+    spans: Sequence[Span]  # of the documents, in order
+    behind_front: bool  # whether they were compiled behind something
 
 
 @dataclass(frozen=True)
 class Rule:
-    """A function that chooses, and what it takes.
+    """A function that chooses, and what it takes."""
 
-    Args:
-        choose: (spans, look or prompt, parameters by name) -> sorted positions.
-        defaults: of its parameters, in order; the first one needs no name.
-        kinds: of those that are checked by kind.
-        looks: whether it looks into the linked prompt, instead of knowing its choice from where documents are.
-        by_query: whether what the query looks at says it; then the prompt's last token is computed with the rest.
-        check: raises ValueError for a method (its model, its parameters) that the rule can't be used with.
-    """
-
-    choose: Callable[..., list[int]]
-    defaults: Mapping[str, Any] = field(default_factory=dict)
-    kinds: Mapping[str, TokenCount | TokenShare] = field(default_factory=dict)
-    looks: bool = False
-    by_query: bool = False
+    choose: Callable[..., list[int]]  # (spans, look or prompt, parameters by name) -> sorted positions
+    defaults: Mapping[str, Any] = field(default_factory=dict)  # of its parameters; the first one needs no name
+    kinds: Mapping[str, TokenCount | TokenShare] = field(default_factory=dict)  # of those that are checked by kind
+    looks: bool = False  # into the linked prompt, instead of knowing its choice from where documents are
+    by_query: bool = False  # what the query looks at says it; then the prompt's last token is computed with the rest
+    # raises ValueError for a method (its model, its parameters) that the rule can't be used with
     check: Callable[[Any], None] | None = None
 
     @classmethod
