@@ -212,11 +212,8 @@ def evaluation_setting(model: Any, tokenizer: Any, config: Config) -> Setting:
 
 
 def evaluation_questions(model: Any, tokenizer: Any, config: Config, split: str = "heldout") -> Questions:
-    """One side of the configured data, as `evaluate_heldout` asks it.
-
-    Raises:
-        ValueError: if there is none, a method is unknown or doesn't fit the model, or no prompt has room.
-    """
+    """One side of the configured data, as `evaluate_heldout` asks it. Raises ValueError if there is none, a method is
+    unknown or doesn't fit the model, or no prompt has room."""
     setting, longest = evaluation_setting(model, tokenizer, config), config.eval.max_new_tokens
     length = getattr(model, "max_document_tokens", None) or sys.maxsize
     examples, counts = read_examples(config.data, setting.builder, length, split=split, limit=config.eval.limit)
@@ -224,11 +221,8 @@ def evaluation_questions(model: Any, tokenizer: Any, config: Config, split: str 
 
 
 def rehearse_evaluation(run: PreparedRun, config: Config) -> Questions:
-    """The questions of the evaluation that stands behind a run; what it would refuse is refused here.
-
-    Raises:
-        ValueError: as `evaluation_questions` does, and for a method that can't answer.
-    """
+    """The questions of the evaluation that stands behind a run; what it would refuse is refused here. Raises ValueError
+    as `evaluation_questions` does, and for a method that can't answer."""
     questions = evaluation_questions(run.model, run.tokenizer, config)
     if config.train.deepspeed is None:  # which may have the weights in parts
         setting = evaluation_setting(run.model, run.tokenizer, config)
@@ -259,12 +253,7 @@ def _targets(run: PreparedRun, progress: bool) -> tuple[Sequence[TrainingExample
     return training_method(train.method).fitting(rows, run.model, run.config, run.counts), scores
 
 
-def main(arguments: Sequence[str] | None = None) -> None:
-    """``torchrun ... -m comb_training.train CONFIG [section.key=value ...]``: the same as ``comb train``."""
-    from comb.cli.main import main as comb
+if __name__ == "__main__":  # torchrun ... -m comb_training.train CONFIG ...: the same as comb train
+    from comb.cli.main import main
 
-    comb(["train", *(sys.argv[1:] if arguments is None else arguments)])
-
-
-if __name__ == "__main__":
-    main()
+    main(["train", *sys.argv[1:]])

@@ -1,10 +1,4 @@
-"""Answers for examples: found on disk, or generated batch by batch, each rank its share, and kept.
-
-A prepared run is answered by its own backbone, or by the teacher that `train.teacher` names.
-
-What an answer is kept under (its key) is made from weights, settings and the token ids of the prompt, so an answer is
-never taken for another's. Which engine gave it is written down, but no part of the key: greedy is greedy.
-"""
+"""Answers for examples: found on disk, or generated batch by batch, each rank its share, and kept."""
 
 from __future__ import annotations
 
@@ -114,11 +108,8 @@ class Targets:
 
 
 def choose_engine(name: str) -> str:
-    """``transformers`` or ``vllm``; ``auto`` is vLLM where it is installed.
-
-    Raises:
-        ValueError: for other names, or vLLM where it isn't installed.
-    """
+    """``transformers`` or ``vllm``; ``auto`` is vLLM where it is installed. Raises ValueError for other names, or vLLM
+    where it isn't installed."""
     if name not in ENGINES:
         raise ValueError(f"the engine is one of {', '.join(ENGINES)}, not {name!r}")
     installed = importlib.util.find_spec("vllm") is not None
@@ -137,7 +128,7 @@ def answer_prepared(
     wait: bool = True,
     progress: bool = True,
 ) -> Targets:
-    """The run's examples with greedy answers as targets.
+    """The run's examples with greedy answers as targets, by its own backbone or the teacher of `train.teacher`.
 
     Args:
         engine: transformers (on the run's device) or vllm.
@@ -245,6 +236,8 @@ def generate_answers(
         decode: text of token ids, without special tokens.
         folder: where answers are kept (`AnswerStore`).
     """
+    # of weights, settings and the prompt's token ids, so that no answer is taken for another's; which engine gave it is
+    # no part of the key: greedy is greedy
     keys: list[str | None] = []
     for example in examples:
         ids = array.array("q", example.prompt.flat)

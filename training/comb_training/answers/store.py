@@ -95,11 +95,8 @@ class AnswerStore:
         return len(self._answers) - before
 
     def add(self, answers: Mapping[str, StoredAnswer], engine: str) -> None:
-        """Keeps answers as one part, written whole.
-
-        Raises:
-            OSError: when they can't be written (a full disk, say), naming the folder; parts before are whole.
-        """
+        """Keeps answers as one part, written whole. Raises OSError when they can't be written (a full disk, say),
+        naming the folder; parts before are whole."""
         self._answers.update(answers)
         made = {**asdict(self.settings), "identity": self.settings.identity, "engine": engine}
         rows = [{"key": key, **asdict(answer)} for key, answer in answers.items()]

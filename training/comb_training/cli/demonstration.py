@@ -49,7 +49,8 @@ def demo_config(output_dir: str | Path, train_steps: int, seed: int) -> Config:
 def run_demo(folder: Path, *, train_steps: int, questions: int, seed: int, console: Console) -> bool:
     """Trains the nano backbone's encoder on its own answers, saves it, loads it again from disk, asks, compares.
 
-    Writes adapter, results.json and plots to `folder`.
+    Writes adapter, results.json and plots to `folder`. Raises ValueError if the nano backbone's checkpoint is not
+    there.
 
     Args:
         train_steps: of the optimizer: so that a slow machine takes longer, and comes to the same.
@@ -57,9 +58,6 @@ def run_demo(folder: Path, *, train_steps: int, questions: int, seed: int, conso
 
     Returns:
         Whether `comb` reached `NEEDED` of `full`.
-
-    Raises:
-        ValueError: if the nano backbone's checkpoint is not there.
     """
     start = time.monotonic()
     config = demo_config(folder, train_steps, seed)
@@ -140,13 +138,9 @@ def run_real_demo(model_name: str, adapter: Path | None, console: Console) -> No
 
     Ten questions over four passages each (passages.yaml), put as the adapter was trained: its training.json says how,
     or, where there is no adapter, the recipe in configs/. The methods' answers stand side by side; one table at the end
-    says how often they are right, how far they are from full recompute, and what they cost.
-
-    Args:
-        model_name: what configs/ has a recipe for. adapter: its folder; None is the committed one, if there is one.
-
-    Raises:
-        ValueError: for an adapter folder that isn't one, or a model without adapter and recipe.
+    says how often they are right, how far they are from full recompute, and what they cost. `model_name`: what configs/
+    has a recipe for; `adapter`: its folder, None: the committed one, if there is one. Raises ValueError for an adapter
+    folder that isn't one, or a model without adapter and recipe.
     """
     start = time.monotonic()
     folder = ADAPTERS / f"linktokens-{model_name}" if adapter is None else adapter

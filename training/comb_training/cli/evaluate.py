@@ -125,11 +125,7 @@ def show_evaluation(
     split: str = "heldout",
     questions: Questions | None = None,
 ) -> None:
-    """Evaluates, prints the tables, and writes JSON and a plot.
-
-    Args:
-        questions: where they were read before.
-    """
+    """Evaluates, prints the tables, and writes JSON and a plot. `questions`: where they were read before."""
     from comb.evaluation.plot import Quality, draw
     from comb.evaluation.record import write_results
     from comb.evaluation.setting import AnswerRules

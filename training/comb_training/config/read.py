@@ -73,11 +73,8 @@ def load_config(path: str | Path | None, overrides: Sequence[str] = ()) -> Confi
     """Reads a YAML file and applies ``section.key=value`` overrides (values are YAML: ``train.steps=20``).
 
     ``data=mine.jsonl``, or a list, takes the place of all keys that say which rows are read (`other_rows`), and
-    ``model=NAME`` is ``model.backbone=NAME``.
-
-    Raises:
-        ValueError: for a missing or malformed file, an unknown key (naming the nearest one and the file), or a value
-            of the wrong type.
+    ``model=NAME`` is ``model.backbone=NAME``. Raises ValueError for a missing or malformed file, an unknown key (naming
+    the nearest one and the file), or a value of the wrong type.
     """
     content: dict[str, Any] = {}
     source = COMMAND_LINE
@@ -176,11 +173,8 @@ def _override(content: Mapping[str, Any], item: str) -> dict[str, Any]:
 
 
 def _validate(content: Mapping[str, Any], source: str, *, alone: bool = False) -> Config | None:
-    """The configuration, or a ValueError with all mistakes.
-
-    Args:
-        alone: it is a part of one only: whether values fit together can't be told, and None is returned if not.
-    """
+    """The configuration, or a ValueError with all mistakes. `alone`: it is a part of one only: whether values fit
+    together can't be told, and None is returned if not."""
     given = {name: {} if value is None and name in SECTIONS else value for name, value in content.items()}
     try:
         return TypeAdapter(Config).validate_python(given)

@@ -82,11 +82,8 @@ def _check_template(template: str | None, where: str) -> None:
 
 @dataclass(frozen=True, config=KNOWN_KEYS)
 class MixtureEntry:
-    """One set of a mixture (`DataConfig.mixture`). What is null is as in `DataConfig`.
-
-    Raises:
-        ValueError: for a value out of range, or an option that the mixture decides.
-    """
+    """One set of a mixture (`DataConfig.mixture`). What is null is as in `DataConfig`. Raises ValueError for a value
+    out of range, or an option that the mixture decides."""
 
     dataset: str
     """As in `DataConfig`: a registered dataset, or a file, folder or set on the Hub."""

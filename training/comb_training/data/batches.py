@@ -58,10 +58,8 @@ def fit_documents(
     """Documents as long as the encoder takes them: cut off, or by `splitter` cut into several, which lose nothing.
 
     So training and evaluation see the same documents. A cut document becomes token ids; the documents that one is cut
-    into stand in its place, in order. Each different document that is cut is counted once.
-
-    Raises:
-        ValueError: if the splitter's segments can be longer than `max_document_tokens`.
+    into stand in its place, in order. Each different document that is cut is counted once. Raises ValueError if the
+    splitter's segments can be longer than `max_document_tokens`.
     """
     if splitter is not None and not splitter.cuts:
         splitter = None

@@ -55,14 +55,8 @@ class Source:
     query_template: str = "{query}"
 
     def read(self, split: str, limit: int | None = None, others: Iterable[Source] = ()) -> tuple[list[Example], Counts]:
-        """One side of the set.
-
-        Args:
-            others: sets of the same mixture. On the train side, what they hold out of the same file is dropped.
-
-        Raises:
-            ValueError: as `read_dataset` does, naming the set.
-        """
+        """One side of the set. `others`: sets of the same mixture. On the train side, what they hold out of the same
+        file is dropped. Raises ValueError as `read_dataset` does, naming the set."""
         limit = self.limit if split == "train" and self.name is not None else limit
         try:
             dataset = read_dataset(self.dataset, self.path, **{"split": split, "limit": limit, **self.options})
@@ -135,11 +129,8 @@ def prompt_builder(data: DataConfig, tokenizer: Any) -> PromptBuilder:
 def read_tokenized(
     data: DataConfig, builder: PromptBuilder, max_document_tokens: int | None, *, split: str, limit: int | None
 ) -> tuple[list[TrainingExample], Counts]:
-    """One side of the configured data as tokens, and what happened to the rows.
-
-    Raises:
-        ValueError: as `comb.documents.datasets.read_dataset` does, and for shares that can't be had.
-    """
+    """One side of the configured data as tokens, and what happened to the rows. Raises ValueError as
+    `comb.documents.datasets.read_dataset` does, and for shares that can't be had."""
     side = ConfiguredSide(data, builder, max_document_tokens, split, limit)
     if not data.mixture:
         texts, counts = side.texts(*sources(data))
@@ -154,9 +145,7 @@ def read_examples(
     """One side of the configured data as text, documents fitted, and what happened to the rows.
 
     Questions are as the query template writes them. A mixture has the examples of `read_tokenized`, in its order.
-
-    Raises:
-        ValueError: as `read_tokenized` does.
+    Raises ValueError as `read_tokenized` does.
     """
     side = ConfiguredSide(data, builder, max_document_tokens, split, limit)
     if not data.mixture:
@@ -259,14 +248,8 @@ def epoch_numbers(
     epoch_examples: int | None = None,
     limit: int | None = None,
 ) -> dict[str, int]:
-    """How many examples of each set make an epoch; see `comb_training.data.mixture`.
-
-    Args:
-        limit: examples of the epoch at most.
-
-    Raises:
-        ValueError: for a set without examples, or an `epoch_examples` for which a set would come too often.
-    """
+    """How many examples of each set make an epoch; see `comb_training.data.mixture`. `limit`: examples of the epoch at
+    most. Raises ValueError for a set without examples, or an `epoch_examples` for which a set would come too often."""
     empty = [name for name, size in sizes.items() if not size]
     if empty:
         raise ValueError(f"data.mixture, set {empty[0]!r}: no example is left")

@@ -150,14 +150,9 @@ class DatasetRow:
 
 
 def read_records(path: str | Path, dataset: str, *, lines: bool = False) -> list[DatasetRow]:
-    """All rows of ``.json`` (a list), ``.jsonl``, either with ``.gz``, or of a set on the Hub (``hf://``).
-
-    Args:
-        lines: a file of any name has a row in each line, unless it begins as a list.
-
-    Raises:
-        ValueError: when something in the file isn't what it should be.
-    """
+    """All rows of ``.json`` (a list), ``.jsonl``, either with ``.gz``, or of a set on the Hub (``hf://``). `lines`: a
+    file of any name has a row in each line, unless it begins as a list. Raises ValueError when something in the file
+    isn't what it should be."""
     if on_hub(path):
         records: list[DatasetRow] = []
         try:
@@ -215,11 +210,8 @@ def read_text(path: Path, dataset: str) -> str:
 
 
 def read_alike(files: Sequence[str | Path], dataset: str, *names: str, lines: bool = False) -> list[DatasetRow]:
-    """`read_records` of several files, whose rows all have the fields `names`.
-
-    Raises:
-        ValueError: as `read_records` does; for files of other rows, by their first ones, before any row is used.
-    """
+    """`read_records` of several files, whose rows all have the fields `names`. Raises ValueError as `read_records`
+    does; for files of other rows, by their first ones, before any row is used."""
     read = [read_records(file, dataset, lines=lines) for file in files]
     other = [Path(file).name for file, rows in zip(files, read, strict=True) if not set(names) <= set(rows[0].row)]
     if other and len(other) < len(files):
@@ -269,11 +261,8 @@ def on_hub(path: str | Path | None) -> bool:
 def load_hub_rows(path: str, dataset: str) -> Any:
     """The rows of ``hf://org/name?config=...&split=...&revision=...`` (all three optional), as mappings.
 
-    What follows ``hf://`` may also be a folder here (``hf:///data/name``).
-
-    Raises:
-        ValueError: for a name that is none, without the package datasets, or when it can't load the set
-            (`MissingDataError` where the Hub can't be reached).
+    What follows ``hf://`` may also be a folder here (``hf:///data/name``). Raises ValueError for a name that is none,
+    without the package datasets, or when it can't load the set (`MissingDataError` where the Hub can't be reached).
     """
     name, _, query = path.removeprefix(HUB).partition("?")
     parts = [part.partition("=") for part in query.split("&")] if query else []

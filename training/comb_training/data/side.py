@@ -64,10 +64,7 @@ class DatasetSide:
         """Examples of the rows on this side, whole groups.
 
         A row for which `example` gives a reason instead is dropped and counted (on both sides: it has no group); what
-        was left out of a row counts on its own side.
-
-        Args:
-            records: all rows of the file at `path` by default.
+        was left out of a row counts on its own side. `records`: all rows of the file at `path` by default.
         """
         made: list[tuple[Example, DatasetRow]] = []
         for number, record in enumerate(read_records(self.path, self.name) if records is None else records, start=1):
@@ -179,11 +176,9 @@ def content_group(*texts: str) -> str:
 def split_groups(groups: Iterable[str], split: Split, *, heldout_share: float, seed: int) -> set[str]:
     """The groups (articles, stories) on one side of the split.
 
-    Groups are ordered by a hash of seed and name and the first ``ceil(share * n)`` are held out, so that the same
-    file, share and seed always give the same two sides.
-
-    Raises:
-        ValueError: if the split is unknown, the share is not in 0..1, or one group can't be on two sides.
+    Groups are ordered by a hash of seed and name and the first ``ceil(share * n)`` are held out, so that the same file,
+    share and seed always give the same two sides. Raises ValueError if the split is unknown, the share is not in 0..1,
+    or one group can't be on two sides.
     """
     names = sorted(set(groups))
     if split not in SPLITS:

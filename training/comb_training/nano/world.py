@@ -255,10 +255,8 @@ def ledger(rng: random.Random, names: int, documents: int, entries: int, questio
     """Logs over a few names ("Mary: garden. John: attic."), and questions where some of them are now: the last entry.
 
     What an entry says, a later one takes back, so documents can't be summed up in any order: a state that adds them up
-    holds every place at once. It is the task of the backbone `nano-ledger`.
-
-    Args:
-        entries: of each document. questions: about different names, at most as many as there are entries on.
+    holds every place at once. It is the task of the backbone `nano-ledger`. `entries`: of each document;
+    `questions`: about different names, at most as many as there are entries on.
     """
     people = rng.sample(FIRST_NAMES, names)
     now: dict[str, tuple[str, int]] = {}

@@ -70,16 +70,10 @@ class Plan:
 
 
 def plan(config: Config, *, ranks: int | None = None) -> Plan:
-    """Plans a run without loading a weight or writing a file.
-
-    Args:
-        ranks: GPUs; those of ``WORLD_SIZE`` by default.
-
-    Raises:
-        ValueError: for options that make no sense, data that is damaged, an example over the budget of a batch, or a
-            backbone that isn't supported. What is merely not here (data, tokenizer, the backbone's configuration) is
-            said in `Plan.notes`.
-    """
+    """Plans a run without loading a weight or writing a file. `ranks`: GPUs; those of ``WORLD_SIZE`` by default. Raises
+    ValueError for options that make no sense, data that is damaged, an example over the budget of a batch, or a
+    backbone that isn't supported. What is merely not here (data, tokenizer, the backbone's configuration) is said in
+    `Plan.notes`."""
     name = config.model.init_from or config.model.backbone
     for named in filter(None, (name, config.train.teacher)):
         place = resolve_name(named)

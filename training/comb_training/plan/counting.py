@@ -129,13 +129,11 @@ def meta_model(config: Config) -> tuple[Trained, str | None]:
 
 
 def find_backbone_config(config: Config) -> tuple[Any, str | None]:
-    """The backbone's configuration from its folder or the Hub, or else from `ARCHITECTURES`.
+    """The backbone's configuration from its folder or the Hub, or else from `ARCHITECTURES`. Raises OSError when it
+    can't be had and isn't one of `ARCHITECTURES`.
 
     Returns:
         It, and why it is not the Hub's (None if it is, or a folder's).
-
-    Raises:
-        OSError: when it can't be had and isn't one of `ARCHITECTURES`.
     """
     known = ("revision", "trust_remote_code", *HUB_ARGUMENTS)
     options = {name: value for name, value in config.model.options.items() if name in known}

@@ -27,11 +27,8 @@ from comb_training.trainer import distributed
 
 
 def make_accelerator(config: TrainConfig, *, use_cpu: bool) -> Accelerator:
-    """What wraps model and optimizer, and adds up gradients. One per process at a time.
-
-    Raises:
-        ValueError: as `check_tools` does.
-    """
+    """What wraps model and optimizer, and adds up gradients. One per process at a time. Raises ValueError as
+    `check_tools` does."""
     # accelerate keeps one state per process: without this, a second run would have the precision of the first.
     # Private; seen in accelerate 1.15, and used by transformers' TrainingArguments for the same reason
     AcceleratorState._reset_state(reset_partial_state=True)
@@ -119,11 +116,8 @@ def _deepspeed_settings(config: TrainConfig) -> dict[str, Any]:
 
 
 def trained_weights(model: Any, *, sharded: bool) -> dict[str, Tensor]:
-    """The trained parameters in full, on the CPU. Collective.
-
-    Args:
-        sharded: DeepSpeed may have them; its float32 master weights are taken.
-    """
+    """The trained parameters in full, on the CPU. Collective. `sharded`: DeepSpeed may have them; its float32 master
+    weights are taken."""
     trained = {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
     if not sharded:
         return {name: parameter.detach().cpu() for name, parameter in trained.items()}

@@ -54,14 +54,9 @@ def checkpoints(run: str | Path) -> list[Path]:
 
 
 def checkpoint_to_resume(train: TrainConfig, resume: str | Path | None) -> Path | None:
-    """The checkpoint that a run with this ``--resume`` goes on from; None for a run from the beginning.
-
-    Args:
-        resume: a ``checkpoint-N`` folder, ``auto`` for the newest of the run's own, or None.
-
-    Raises:
-        ValueError: for a folder that isn't there, and for ``auto`` where nothing is left to train.
-    """
+    """The checkpoint that a run with this ``--resume`` goes on from; None for a run from the beginning. `resume`: a
+    ``checkpoint-N`` folder, ``auto`` for the newest of the run's own, or None. Raises ValueError for a folder that
+    isn't there, and for ``auto`` where nothing is left to train."""
     folder = Path(train.output_dir)
     found = checkpoints(folder)
     if resume is None:
@@ -95,13 +90,8 @@ def checkpoint_to_resume(train: TrainConfig, resume: str | Path | None) -> Path 
 def new_checkpoint(run: Path, step: int, *, keep: int) -> Iterator[Path]:
     """A folder to write the checkpoint of `step` in; it gets its name when the block has ended without an error.
 
-    So a killed run leaves no half of one. Collective.
-
-    Args:
-        keep: so many of the newest checkpoints stay, all with 0; those of later steps go.
-
-    Raises:
-        CheckpointError: if writing fails; the checkpoints of before are intact.
+    So a killed run leaves no half of one. Collective. `keep`: so many of the newest checkpoints stay, all with 0; those
+    of later steps go. Raises CheckpointError if writing fails; the checkpoints of before are intact.
     """
     name = f"{PREFIX_CHECKPOINT_DIR}-{step}"
     folder = run / PARTIAL / name
@@ -150,11 +140,8 @@ def check_names(model: nn.Module, folder: str | Path) -> None:
 
 
 def load_trainable(model: nn.Module, folder: str | Path) -> None:
-    """Loads a checkpoint's trained parameters into `model`; the frozen ones are already there.
-
-    Raises:
-        ValueError: if the checkpoint holds other parameters than the model trains.
-    """
+    """Loads a checkpoint's trained parameters into `model`; the frozen ones are already there. Raises ValueError if the
+    checkpoint holds other parameters than the model trains."""
     check_names(model, folder)
     model.load_state_dict(load_file(Path(folder) / SAFE_WEIGHTS_NAME), strict=False)
 

@@ -48,15 +48,13 @@ class Objective:
                 parameter.register_hook(self._unless_bad)
 
     def __call__(self, wrapped: nn.Module, batch: dict[str, Any], targets: float, *, step: int, rate: float) -> Tensor:
-        """The batch's share of the step's loss: the sum over its target tokens divided by `targets`. Collective.
+        """The batch's share of the step's loss: the sum over its target tokens divided by `targets`. Collective. Raises
+        TrainingDivergedError if the loss is not a number once too often.
 
         Args:
             wrapped: the model as it is called in training (DDP's or DeepSpeed's).
             targets: target tokens of the whole step, on all ranks.
             step, rate: for the error: which step this is, and its learning rate.
-
-        Raises:
-            TrainingDivergedError: if the loss is not a number once too often.
         """
         self._bad_now = False
         inputs = dict(batch)

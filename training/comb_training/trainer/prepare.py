@@ -39,15 +39,10 @@ class PreparedRun:
 
 
 def prepare(config: Config, *, resume: str | Path | None = None) -> PreparedRun:
-    """Loads backbone and data and tokenises them; nothing is trained.
-
-    Args:
-        resume: the checkpoint that the run goes on from; it has what was measured before.
-
-    Raises:
-        ValueError: for a tool that isn't installed, folders that can't be written to, options that make no sense, data
-            that is missing, malformed or empty, or a backbone without a tokenizer it fits.
-    """
+    """Loads backbone and data and tokenises them; nothing is trained. `resume`: the checkpoint that the run goes on
+    from; it has what was measured before. Raises ValueError for a tool that isn't installed, folders that can't be
+    written to, options that make no sense, data that is missing, malformed or empty, or a backbone without a tokenizer
+    it fits."""
     check_tools(config.train)  # before hours of answers
     train = config.train
     folders = [("train.output_dir", train.output_dir, (*PUBLISHED, LOG))]

@@ -129,7 +129,10 @@ class BatchSampler:
         if len(packed) > self._length:
             kept = torch.randperm(len(packed), generator=generator)[: self._length].sort().values
             packed = [packed[place] for place in kept.tolist()]
-        packed = self._split(packed)
+        while len(packed) < self._length:  # the costliest is halved, in place
+            place = max(range(len(packed)), key=lambda place: (len(packed[place]) > 1, self._cost(packed[place])))
+            batch = packed[place]
+            packed[place : place + 1] = [batch[: len(batch) // 2], batch[len(batch) // 2 :]]
         if not self.budget.buckets:
             return packed
         # what the ranks do at the same time costs alike; which rank gets what, and when, is chance
@@ -165,15 +168,6 @@ class BatchSampler:
                 documents, longest = set(), 0
             batches[-1].append(index)
             documents, longest = documents | own, max(longest, length)
-        return batches
-
-    def _split(self, batches: list[list[int]]) -> list[list[int]]:
-        """Halves the costliest batches, in place, until there are as many as there must be."""
-        batches = list(batches)
-        while len(batches) < self._length:
-            place = max(range(len(batches)), key=lambda place: (len(batches[place]) > 1, self._cost(batches[place])))
-            batch = batches[place]
-            batches[place : place + 1] = [batch[: len(batch) // 2], batch[len(batch) // 2 :]]
         return batches
 
     def _longest(self, block: Sequence[int]) -> tuple[int, int]:

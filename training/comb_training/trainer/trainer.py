@@ -1,10 +1,8 @@
 """`CombTrainer`: a plain loop on accelerate for an encoder on a frozen backbone, on one process or many.
 
-The loss is the mean over all target tokens of an optimizer step, on all ranks: they are counted over the accumulated
-batches and ranks first, and each batch's sum is divided by that count. So neither the split into forward passes nor
-padding nor the number of ranks changes the gradient (but with `objective: attention`, whose batches are each measured
-by what documents add in them). It is computed here from the logits, not by the backbone, because
-not every backbone takes the count. Precision, sharding and offloading under DeepSpeed are its own configuration's.
+The loss is the mean over all target tokens of an optimizer step, on all ranks: they are counted first, and each batch's
+sum is divided by that count. So neither the split into forward passes nor padding nor the number of ranks changes the
+gradient (but with `objective: attention`, whose batches are each measured by what documents add in them).
 """
 
 from __future__ import annotations
@@ -54,16 +52,14 @@ logger = logging.getLogger(__name__)
 
 
 class CombTrainer:
-    """Trains what is trainable in `model` on tokenised examples, as `TrainConfig` says.
+    """Trains what is trainable in `model` on tokenised examples, as `TrainConfig` says. Raises ValueError if nothing is
+    trainable, there is no example, or one has no documents or is over the budget.
 
     Args:
         model: as `TrainingMethod.load` gives it.
         tokenizer: saved beside the adapter; its pad token (or else its end token) fills the rows.
         heldout: examples whose loss is logged before the first step, behind the last, and every `eval_steps`.
         settings: the run's whole configuration, for trackers, and to tell what a resumed run changes.
-
-    Raises:
-        ValueError: if nothing is trainable, there is no example, or one has no documents or is over the budget.
     """
 
     def __init__(
@@ -348,10 +344,8 @@ class CombTrainer:
     def save_model(self, folder: str | Path) -> None:
         """Writes what is published: the trained weights in the backbone's dtype, LoRA merged. Collective.
 
-        In that dtype they are loaded and served, and documents then take no more bytes than the backbone's own.
-
-        Raises:
-            TrainingDivergedError: if one of them is NaN or infinite.
+        In that dtype they are loaded and served, and documents then take no more bytes than the backbone's own. Raises
+        TrainingDivergedError if one of them is NaN or infinite.
         """
         dtype = floating(self.model.backbone.dtype)
         weights = {

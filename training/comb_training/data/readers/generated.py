@@ -27,15 +27,13 @@ def read_nano(
     """The closed world of `nano`: people, companies and room stories; the same seed and options give the same examples.
 
     document: a generated text; query and answer: a generated question and its whole-sentence answer. The held-out side
-    has names that the nano backbone never saw in training. All questions of a scene share its documents.
+    has names that the nano backbone never saw in training. All questions of a scene share its documents. Raises
+    ValueError if a path is given, or the split is not "train" or "heldout".
 
     Args:
         num_documents: documents per scene; None takes `fewest_documents` to `most_documents` in turn.
         scenes: how many scenes to draw (no more than `limit` needs).
         questions: questions asked at most over the documents of one scene.
-
-    Raises:
-        ValueError: if a path is given, or the split is not "train" or "heldout".
     """
     if path is not None:
         raise ValueError(f"dataset 'nano' is generated and reads no file; leave out data.path ({str(path)!r})")
@@ -76,10 +74,8 @@ def read_ledger(
     """Logs that later documents overwrite, for `nano-ledger`: one question over each of `scenes` sets of them.
 
     document: a log of entries ("Mary: garden."); query: where somebody is now; answer: the place in the last entry on
-    the name, whichever document has it. The sides of the split are drawn from other seeds.
-
-    Raises:
-        ValueError: if a path is given.
+    the name, whichever document has it. The sides of the split are drawn from other seeds. Raises ValueError if a path
+    is given.
     """
     if path is not None:
         raise ValueError(f"dataset 'ledger' is generated and reads no file; leave out the path ({str(path)!r})")

@@ -34,13 +34,9 @@ def read_needle(
     """Examples of another data set, each with `num_documents` documents, its needle at one depth after the other.
 
     Examples without a needle (`supporting`) are left out: two documents are needed, or none answers. Documents that
-    hold a word of the question which the needle holds too are no filler.
-
-    Args:
-        of: the data set, which `path`, `split`, `seed` and further options are for.
-
-    Raises:
-        ValueError: for fewer than two documents, or a data set that has too few without the question's words.
+    hold a word of the question which the needle holds too are no filler. `of`: the data set, which `path`, `split`,
+    `seed` and further options are for. Raises ValueError for fewer than two documents, or a data set that has too few
+    without the question's words.
     """
     if num_documents is None or num_documents < 2:
         raise ValueError(f"num_documents of a haystack are 2 or more, got {num_documents}")

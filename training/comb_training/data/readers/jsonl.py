@@ -26,24 +26,22 @@ def read_jsonl(side: DatasetSide, *, num_documents: int | None = None) -> Iterab
     """Reads JSONL, or a JSON list; documents stay in the order of the file.
 
     Of a folder all such files are read. Where some of them are called test, dev, validation or heldout, these are the
-    held-out side of the split, and the others the side to train on.
-
-    Args:
-        num_documents: keep only the first so many documents of a row (counted); None keeps all.
+    held-out side of the split, and the others the side to train on. `num_documents`: keep only the first so many
+    documents of a row (counted); None keeps all.
     """
     if on_hub(side.path):
         records = read_records(side.path, "jsonl")
     else:
-        files, side.split = _files(side)
+        files = [Path(side.path)]
+        if files[0].is_dir():
+            files, side.split = _files(side, files[0])
         found = read_alike(files, "jsonl", "documents", "query", lines=True)
         records = found if len(files) == 1 else [replace(record, number=n) for n, record in enumerate(found, 1)]
     return side.limited(side.rows(partial(_example, num_documents=num_documents), records))
 
 
-def _files(side: DatasetSide) -> tuple[list[Path], Split]:
-    path, split = Path(side.path), side.split
-    if not path.is_dir():
-        return [path], split
+def _files(side: DatasetSide, path: Path) -> tuple[list[Path], Split]:
+    """The files of a folder that are read, and the split of what is in them."""
     found = [[file for pattern in (f"*.{kind}", f"*.{kind}.gz") for file in path.glob(pattern)]
              for kind in ("jsonl", "json", "csv", "parquet")]  # fmt: skip
     files = found[0] or found[1]
@@ -55,9 +53,9 @@ def _files(side: DatasetSide) -> tuple[list[Path], Split]:
         if file not in files:
             side.counts.note(f"file of another kind left out: {file.name}")
     heldout = [file for file in files if _HELDOUT.match(file.name)]
-    if split == "all" or not heldout or len(heldout) == len(files):
-        return sorted(files), split
-    return sorted(heldout if split == "heldout" else set(files) - set(heldout)), "all"
+    if side.split == "all" or not heldout or len(heldout) == len(files):
+        return sorted(files), side.split
+    return sorted(heldout if side.split == "heldout" else set(files) - set(heldout)), "all"
 
 
 def _example(record: DatasetRow, num_documents: int | None) -> Example | str:

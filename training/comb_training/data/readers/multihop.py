@@ -71,10 +71,8 @@ def read_musique(record: DatasetRow, *, num_documents: int | None = None) -> Exa
 
     Two schemas: ``{ctxs: [{title, text}], question, answers}`` with ten retrieved documents each, and the official
     ``{id, paragraphs: [{title, paragraph_text}], question, answer, answer_aliases}``. document: a context or paragraph,
-    in the file's order; answer: the first of ``answers``, or ``answer``; aliases are accepted too.
-
-    Args:
-        num_documents: keep only the first so many documents (counted); None keeps all of them.
+    in the file's order; answer: the first of ``answers``, or ``answer``; aliases are accepted too. `num_documents`:
+    keep only the first so many documents (counted); None keeps all of them.
     """
     official = record.row.get("paragraphs") is not None
     if official and record.flag("answerable") is False:
@@ -97,9 +95,7 @@ def read_wikihop(record: DatasetRow, *, num_documents: int | None = None) -> Exa
 
     Rows ``{id, query, answer, candidates, supports}``. document: one of ``supports``; query: ``query`` with the
     underscores of its relation as spaces ("participant_of juan rossell" is asked as "participant of juan rossell").
-
-    Args:
-        num_documents: keep only the first so many documents (counted); None keeps all, up to some sixty.
+    `num_documents`: keep only the first so many documents (counted); None keeps all, up to some sixty.
     """
     documents = record.documents(((None, text) for text in record.items("supports", str)), num_documents)
     relation, _, subject = record.text("query", "question").strip().partition(" ")

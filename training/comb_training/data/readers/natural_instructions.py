@@ -170,20 +170,19 @@ def _tasks(side: DatasetSide) -> list[InstructionTask]:
     files = sorted(file for name in patterns for file in path.glob(name)) if path.is_dir() else [path]
     if not files:
         raise ValueError(f"dataset {side.name!r}: there is no {pattern} in {path}")
-    return [_task(read_object(file, side.name), v1=v1) for file in files]
-
-
-def _task(record: DatasetRow, *, v1: bool) -> InstructionTask:
-    examples = record
-    if v1:
-        parts = [(name, record.text(name).strip()) for name in V1_PARTS if record.row.get(name) is not None]
-        texts = [f"{name}: {text}" for name, text in parts if text not in ("", "-")]
-        examples = record.inside("Examples", "Positive Examples")
-    else:
-        texts = record.texts("Definition")
-    name = Path(record.where).name.removesuffix(".gz").removesuffix(".json")
-    shown, instances = _parts(examples, "Positive Examples"), _parts(record, "Instances")
-    return InstructionTask(name, _instruction(record, texts), shown, instances)
+    found = []
+    for file in files:
+        record = examples = read_object(file, side.name)
+        if v1:
+            parts = [(name, record.text(name).strip()) for name in V1_PARTS if record.row.get(name) is not None]
+            texts = [f"{name}: {text}" for name, text in parts if text not in ("", "-")]
+            examples = record.inside("Examples", "Positive Examples")
+        else:
+            texts = record.texts("Definition")
+        shown, instances = _parts(examples, "Positive Examples"), _parts(record, "Instances")
+        name = file.name.removesuffix(".gz").removesuffix(".json")
+        found.append(InstructionTask(name, _instruction(record, texts), shown, instances))
+    return found
 
 
 def _instruction(record: DatasetRow, texts: Iterable[str]) -> str:

@@ -26,10 +26,8 @@ def read_samsum(side: DatasetSide, *, num_documents: int = 4) -> Iterable[Exampl
     dialogue with its summary, from the same side of the split and never the dialogue asked about; query: the row's own
     dialogue; answer: its summary.
 
-    Source of the set-up: EPIC sec. 5.1 (SAMSum as few-shot instruction following).
-
-    Args:
-        num_documents: solved examples in front of each dialogue.
+    Source of the set-up: EPIC sec. 5.1 (SAMSum as few-shot instruction following). `num_documents`: solved examples in
+    front of each dialogue.
     """
     rows = side.rows(_samsum_row)
     shots = {row.group: row.documents[0] for row in rows}
@@ -65,9 +63,7 @@ def read_xsum(side: DatasetSide, *, num_documents: int = 1) -> Iterable[Example]
 
     Rows ``{document, summary, id}``. document: the article, and articles of other rows as distractors; query: a fixed
     instruction, which among several articles names the right one by its first words; answer: ``summary``.
-
-    Args:
-        num_documents: documents per summary: its article, and others of the same side of the split.
+    `num_documents`: documents per summary: its article, and others of the same side of the split.
     """
     rows = side.rows(_xsum_row)
     # one article for each opening, so that a query means one of its documents
