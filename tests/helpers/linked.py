@@ -15,8 +15,17 @@ from comb import methods
 from comb_serving.config.instance import read_secret
 from comb_serving.linking.layout import LinkingLayout
 from comb_serving.linking.methods import LinkMethod
-from comb_serving.linking.reports import LinkReport, ReportReceiver, name_of
-from comb_serving.pool.capability import COMPILE, KEY, Capability, PoolHandle, digest, pack
+from comb_serving.pool.capability import (
+    COMPILE,
+    KEY,
+    Capability,
+    LinkReport,
+    PoolHandle,
+    ReportReceiver,
+    digest,
+    name_of,
+    pack,
+)
 from comb_serving.vllm.linking.setup import engine_options, front_for
 from tests.helpers.engines import answer, engine, greedy, instance
 from tests.helpers.families import BASE

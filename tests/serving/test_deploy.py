@@ -16,8 +16,8 @@ from comb_serving.api.routes import CHAT
 from comb_serving.config.serve_options import ServeOptions, parse_bytes
 from comb_serving.launch.launcher import read_flags
 from comb_serving.linking.layout import LinkingLayout
-from comb_serving.linking.reports import LinkReport
 from comb_serving.plugin import add_commands
+from comb_serving.pool.capability import LinkReport
 from tests.helpers.middleware_server import Server, chat
 
 ROOT = Path(__file__).parents[2]

@@ -10,11 +10,9 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from comb_serving.linking.layout import LinkingLayout
+from comb_serving.linking.layout import LinkingLayout, check_spans, plan
 from comb_serving.linking.methods import LinkMethod
-from comb_serving.linking.plan import check_spans, plan
-from comb_serving.linking.reports import LinkReport, ReportReceiver, ReportSender
-from comb_serving.pool.capability import COMPILE, Capability, digest
+from comb_serving.pool.capability import COMPILE, Capability, LinkReport, ReportReceiver, ReportSender, digest
 
 SECRET = b"secret"
 

@@ -16,7 +16,7 @@ from torch import Tensor
 from comb.hybrid.transition import ScalarTransition
 from comb_serving.linking.layout import LinkingLayout
 from comb_serving.linking.methods import LinkMethod
-from comb_serving.linking.plan import plan_interiors
+from comb_serving.linking.layout import plan_interiors
 from comb_serving.pool.capability import PoolHandle, pack, unpack
 from tests.helpers.linked import largest_difference
 from tests.helpers.linked_hybrid import PROMPTS, ask_hybrid, documents, error, library, tiny_model

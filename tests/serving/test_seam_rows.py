@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from comb_serving.linking.methods import LinkMethod
-from comb_serving.linking.plan import plan
+from comb_serving.linking.layout import plan
 
 pytestmark = [pytest.mark.vllm, pytest.mark.usefixtures("plugin")]
 

@@ -19,7 +19,8 @@ from comb.methods.fronts import DUMMIES, dummies_of
 from comb.methods.hypic import Hypic
 from comb.methods.linked import Linked
 from comb.methods.selection import NOTHING, QueryLook, Rule, TokenCount
-from comb_serving.linking.plan import Range
+
+Range = tuple[int, int]
 
 FULL = "full"  # nothing linked: plain vLLM computes the documents with the rest of the prompt
 TRAINED = "linktokens"  # documents behind what an adapter has learned, nothing computed again

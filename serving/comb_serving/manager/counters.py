@@ -8,7 +8,7 @@ from dataclasses import asdict, dataclass, field
 from itertools import accumulate
 
 from comb_serving.encoding.protocol import MADE
-from comb_serving.linking.reports import LinkReport
+from comb_serving.pool.capability import LinkReport
 
 STATES = ("hit", *MADE, "copied", "failed", "inlined")
 BOUNDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0)

@@ -135,7 +135,7 @@ class Lease:
     ) -> None:
         self.documents = tuple(documents)
         self.room_seconds, self.encode_seconds = room_seconds, encode_seconds
-        self._give_back: Callable[[], None] | None = give_back
+        self._give_back = [give_back]
 
     @property
     def handles(self) -> list[PoolHandle]:
@@ -145,17 +145,9 @@ class Lease:
     def take_head(self, other: Lease) -> None:
         """Takes the lease of the prompt's beginning over, which may be of nothing."""
         self.head = next(iter(other.handles), None)
-        own = self._give_back
-
-        def give_back() -> None:
-            other.release()
-            if own is not None:
-                own()
-
-        self._give_back = give_back
+        self._give_back.append(other.release)
 
     def release(self) -> None:
         """Drops the references; a second call does nothing."""
-        give_back, self._give_back = self._give_back, None
-        if give_back is not None:
-            give_back()
+        while self._give_back:
+            self._give_back.pop()()

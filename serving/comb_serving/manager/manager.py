@@ -104,7 +104,7 @@ class PICManager:
         """
         unique = {document.key: document for document in wanted}
         # the pool holds a document that is given many times once; a layer of the decoder gathers it as often as given
-        blocks = sum(self.layout.blocks_for(len(document.token_ids)) for document in wanted)
+        blocks = self._blocks(wanted)
         if blocks > self.layout.num_blocks:
             raise DocumentsTooLargeError(
                 f"the documents, each as often as it is given, have {blocks} blocks of {self.layout.block_size} "
@@ -118,13 +118,22 @@ class PICManager:
             self.counters.refused += 1
             raise
         entered = time.monotonic()
+        flights = {key: self._encoding[entry] for key, entry in entries.items() if entry in self._encoding}
         try:
-            tiers = await self._encoded(entries)
+            if flights:
+                self.waiting += 1
+                try:
+                    # asyncio.wait leaves the futures alone when this request is cancelled: others may wait for them
+                    await asyncio.wait(flights.values())
+                finally:
+                    self.waiting -= 1
+                for entry in entries.values():
+                    self._land(entry)
+            tiers = {key: flight.result().tier for key, flight in flights.items()} | dict.fromkeys(found, "pool")
         except BaseException:
             self._release(entries.values())
             raise
         # a document named twice is one reference and two handles
-        tiers |= dict.fromkeys(found, "pool")
         documents = [LeasedDocument(d.key, entries[d.key].value, tiers[d.key]) for d in wanted]
         times = {"room_seconds": entered - start, "encode_seconds": time.monotonic() - entered}
         return Lease(documents, partial(self._release, tuple(entries.values())), **times)
@@ -134,13 +143,13 @@ class PICManager:
 
         Nothing is encoded, and nobody waits.
         """
-        unique = {
-            document.key: document
-            for document in documents
-            if (entry := self._present(document.key)) is not None and entry not in self._encoding
-        }
+        unique = {}
+        for document in documents:
+            entry = self._present(document.key)
+            if entry is not None and entry not in self._encoding:
+                unique[document.key] = document
         try:
-            self._check_held(unique)
+            self._check_share("hold", unique, self.held_share)
         except TenantQuotaError:
             unique = {}
         entries = self._refer(unique)
@@ -171,19 +180,35 @@ class PICManager:
     def _enter(self, unique: dict[str, WantedDocument]) -> tuple[dict[str, PoolEntry], set[str]]:
         """References to all documents, those that are missing on their way to the encoder, and who was there already.
 
-        Raises PoolFullError or PoolPinnedError, having changed nothing.
+        Raises PoolFullError, PoolPinnedError or TenantQuotaError, having changed nothing.
         """
         self._check_pins(unique)
-        self._check_held(unique)
+        self._check_share("hold", unique, self.held_share)
         found = self._refer(unique)  # before room is made, which must not be theirs
-        missing = [document for key, document in unique.items() if key not in found]
-        try:
-            self._make_room(sum(self.layout.blocks_for(len(document.token_ids)) for document in missing))
-        except BaseException:
+        sizes = {key: self._blocks([document]) for key, document in unique.items() if key not in found}
+        needed = sum(sizes.values())
+        if needed > len(self.free_blocks):
+            for entry in list(self._encoding):
+                self._land(entry)  # one that has failed gives blocks back
+        if self.index.make_room("pool", needed) is None:
             self._release(found.values())
-            raise
+            raise PoolFullError(
+                f"no room for {needed} blocks: {len(self.free_blocks)} of {self.layout.num_blocks} are free, and what "
+                "else could go is in use or pinned; try again when requests have ended, or unpin documents"
+            )
         self._count_hits(found)
-        return {**found, **{document.key: self._submit(document) for document in missing}}, set(found)
+        entries = dict(found)
+        for key, size in sizes.items():
+            document = unique[key]
+            handle = PoolHandle(len(document.token_ids), tuple(self.free_blocks.pop() for _ in range(size)))
+            entries[key] = entry = IndexEntry(key, size, handle, references=2)  # of the request and of the encoder
+            self.index.add("pool", entry)
+            self.owners[key] = document.tenant
+            self._encoding[entry] = self.encoders.submit(
+                key, document.token_ids, handle, document.lora, exact=document.exact
+            )
+            self._encoding[entry].add_done_callback(partial(self._land, entry))
+        return entries, set(found)
 
     def _refer(self, keys: Iterable[str]) -> dict[str, PoolEntry]:
         """New references to what is in the pool, or on its way there."""
@@ -197,14 +222,12 @@ class PICManager:
         for entry in found.values():
             self.counters.count("hit", entry.value.tokens)
 
-    def _check_held(self, unique: dict[str, WantedDocument]) -> None:
-        """Raises TenantQuotaError if a request's documents are more than its tenant may hold."""
-        for document in list(unique.values())[:1]:  # a request is one tenant's
-            self._check_share("hold", document.tenant, unique, self.held_share)
+    def _blocks(self, documents: Iterable[WantedDocument]) -> int:
+        return sum(self.layout.blocks_for(len(document.token_ids)) for document in documents)
 
     def _check_pins(self, unique: dict[str, WantedDocument]) -> None:
         """Raises PoolPinnedError if the documents don't fit beside all others that are pinned."""
-        needed = sum(self.layout.blocks_for(len(document.token_ids)) for document in unique.values())
+        needed = self._blocks(unique.values())
         if needed + self.index.pinned_size <= self.layout.num_blocks:
             return
         self.index.drop_expired()  # which ends their pins
@@ -218,14 +241,16 @@ class PICManager:
 
     def check_pin(self, document: WantedDocument) -> None:
         """Raises TenantQuotaError if pinning a document would be more than its tenant may pin."""
-        self._check_share("pin", document.tenant, {document.key: document}, self.pinned_share)
+        self._check_share("pin", {document.key: document}, self.pinned_share)
 
-    def _check_share(self, what: str, tenant: str, wanted: dict[str, WantedDocument], share: float) -> None:
-        if share >= 1:
+    def _check_share(self, what: str, wanted: dict[str, WantedDocument], share: float) -> None:
+        """Raises TenantQuotaError if documents, of one tenant, are more than it may hold or pin."""
+        if share >= 1 or not wanted:
             return
+        tenant = next(iter(wanted.values())).tenant
         held, pinned = self.blocks_of(tenant, besides=wanted)
-        size = sum(self.layout.blocks_for(len(document.token_ids)) for document in wanted.values())
-        blocks, limit = size + (pinned if what == "pin" else held), int(share * self.layout.num_blocks)
+        blocks, limit = self._blocks(wanted.values()), int(share * self.layout.num_blocks)
+        blocks += pinned if what == "pin" else held
         if blocks > limit:
             raise TenantQuotaError(
                 f"your key would {what} {blocks} of {self.layout.num_blocks} blocks, its share is {limit}: unpin "
@@ -249,45 +274,6 @@ class PICManager:
         if entry is not None:
             self._land(entry)  # an encoding that has failed ends here
         return self.pool.entries.get(key)
-
-    def _make_room(self, needed: int) -> None:
-        """Evicts what it takes. Raises PoolFullError, having evicted nothing."""
-        if needed > len(self.free_blocks):
-            for entry in list(self._encoding):
-                self._land(entry)
-        if self.index.make_room("pool", needed) is None:
-            raise PoolFullError(
-                f"no room for {needed} blocks: {len(self.free_blocks)} of {self.layout.num_blocks} are free, and what "
-                "else could go is in use or pinned; try again when requests have ended, or unpin documents"
-            )
-
-    def _submit(self, document: WantedDocument) -> PoolEntry:
-        """A new entry on its way to the encoder, with references of the request and the encoder; there is room."""
-        size = self.layout.blocks_for(len(document.token_ids))
-        handle = PoolHandle(len(document.token_ids), tuple(self.free_blocks.pop() for _ in range(size)))
-        entry = IndexEntry(document.key, size, handle, references=2)
-        self.index.add("pool", entry)
-        self.owners[document.key] = document.tenant
-        self._encoding[entry] = self.encoders.submit(
-            document.key, document.token_ids, handle, document.lora, exact=document.exact
-        )
-        self._encoding[entry].add_done_callback(partial(self._land, entry))
-        return entry
-
-    async def _encoded(self, entries: dict[str, PoolEntry]) -> dict[str, str]:
-        """Waits for everything under way; the tiers of what was."""
-        flights = {key: self._encoding[entry] for key, entry in entries.items() if entry in self._encoding}
-        if not flights:
-            return {}
-        self.waiting += 1
-        try:
-            # asyncio.wait leaves the futures alone when this request is cancelled: others may wait for them
-            await asyncio.wait(flights.values())
-        finally:
-            self.waiting -= 1
-        for entry in entries.values():
-            self._land(entry)
-        return {key: flight.result().tier for key, flight in flights.items()}
 
     def _land(self, entry: PoolEntry, _: object = None) -> None:
         """Takes note of an encoding's end, whoever still waits for it; a second call does nothing."""

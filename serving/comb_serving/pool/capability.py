@@ -1,24 +1,35 @@
-"""What the engine believes of a request: a statement that the front has signed, and where its documents lie.
+"""What front and engine say to each other of a request: where its documents lie, signed, and what was done with them.
 
 Whatever names blocks of the pool reads documents, and numbers are easily guessed; vLLM passes on what clients send, and
 some of its ways lose what it was given. So documents, the prompt over them, the salt of the prefix cache and the
 request are stated together, under the instance's secret. A salt that begins with `MARK` demands the statement that
 names it, and no statement is good under another salt: they come to the engine together, or the request fails.
+
+Reports go the other way, beside vLLM's own outputs, one datagram each: vLLM has no field for them that all of its
+routes and streams would show. The engine sends when it has admitted a request, before any token of the answer can be
+seen, so who writes the answer finds it in the socket. They are information only: when the front is gone, or slow,
+reports are dropped and nothing else happens.
 """
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import hmac
 import json
+import socket
 from array import array
+from collections import OrderedDict
 from collections.abc import Sequence
 from dataclasses import astuple, dataclass
+from pathlib import Path
 
 KEY = "comb_docs"  # in `SamplingParams.extra_args`; over HTTP in ``vllm_xargs``
 MARK = "comb-documents-"
 COMPILE = "compile"
 _DIGITS = 64
+SOCKET = "reports.sock"  # in the instance's folder
+_KEPT = 4096  # reports that nobody has asked for
 
 
 @dataclass(frozen=True)
@@ -37,6 +48,8 @@ class Capability:
         lora: name of the LoRA that vLLM is to compute the request with; empty for none.
         head: tokens of the prompt's beginning, exact, that the first of `documents` holds in front of all `spans`;
             where that is compiled, all of them.
+        prefixes: of a trained encoder's documents, for each of `prompts` how many of its first tokens read none;
+            empty where all do. prefix_salt: of these tokens, which are the same whatever the documents.
     """
 
     request_id: str
@@ -48,6 +61,8 @@ class Capability:
     found: bool = False
     lora: str = ""
     head: int = 0
+    prefixes: tuple[int, ...] = ()
+    prefix_salt: str = ""
 
     def sign(self, secret: bytes) -> str:
         """As a request carries it."""
@@ -61,9 +76,9 @@ class Capability:
             token[:_DIGITS].encode(), _code(token[_DIGITS:], secret).encode()
         ):
             raise ValueError(f"{KEY} is not signed by this instance: send documents in the field 'documents'")
-        request_id, salt, documents, prompts, method, spans, found, lora, head = json.loads(token[_DIGITS:])
+        who, salt, documents, prompts, method, spans, *others, prefixes, prefix_salt = json.loads(token[_DIGITS:])
         places = tuple(tuple((start, tokens) for start, tokens in row) for row in spans)
-        return cls(request_id, salt, tuple(documents), tuple(prompts), method, places, found, lora, head)
+        return cls(who, salt, tuple(documents), tuple(prompts), method, places, *others, tuple(prefixes), prefix_salt)
 
     def check(self, request_id: str, salt: str | None, prompt: Sequence[int] | None) -> None:
         """Raises ValueError unless it was made for this request."""
@@ -76,6 +91,10 @@ class Capability:
             raise ValueError("its prompt is not the one over its documents")
         if self.method and len(self.spans) != len(self.prompts):
             raise ValueError("its documents have no places in its prompt")
+
+    def prefix_of(self, prompt: Sequence[int] | None) -> int:
+        """How many of the first tokens of one of its prompts, which `check` has let pass, read no documents."""
+        return self.prefixes[self.prompts.index(digest(prompt))] if self.prefixes and prompt is not None else 0
 
     def spans_in(self, prompt: Sequence[int]) -> tuple[tuple[int, int], ...]:
         """Where the documents are in one of its prompts, which `check` has let pass."""
@@ -126,3 +145,62 @@ def unpack(numbers: Sequence[int], *, num_blocks: int, block_size: int, more: in
         handles.append(PoolHandle(tokens, blocks))
         at += 2 + count
     return handles
+
+
+# ---- what the engine did, said back ----
+
+
+@dataclass(frozen=True)
+class LinkReport:
+    """Args:
+    head_tokens: taken from the exact prefix cache.
+    linked_tokens: taken from the pool.
+    computed_tokens: of the prompt that passed through the model: seams and query.
+    """
+
+    head_tokens: int
+    linked_tokens: int
+    computed_tokens: int
+
+
+def name_of(token: str) -> str:
+    """How a request's report is found: by its signed `Capability`, which both sides have."""
+    return hashlib.sha256(token.encode("utf-8", "surrogatepass")).hexdigest()[:32]
+
+
+class ReportSender:
+    """The engine's end."""
+
+    def __init__(self, folder: Path) -> None:
+        self._path = str(folder / SOCKET)
+        self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)
+        self._socket.setblocking(False)
+
+    def send(self, name: str, report: LinkReport) -> None:
+        """Never waits and never fails."""
+        with contextlib.suppress(OSError):
+            self._socket.sendto(json.dumps([name, *astuple(report)]).encode(), self._path)
+
+
+class ReportReceiver:
+    """The front's end; made before the engine has requests."""
+
+    def __init__(self, folder: Path) -> None:
+        self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)
+        self._socket.setblocking(False)
+        self._socket.bind(str(folder / SOCKET))
+        self._found: OrderedDict[str, LinkReport] = OrderedDict()
+
+    def take(self, name: str) -> LinkReport | None:
+        """The newest report of a request; None if there is none."""
+        with contextlib.suppress(BlockingIOError):
+            while True:
+                found, *numbers = json.loads(self._socket.recv(1024))
+                self._found[found] = LinkReport(*numbers)
+                while len(self._found) > _KEPT:
+                    self._found.popitem(last=False)
+        return self._found.pop(name, None)
+
+    def close(self) -> None:
+        """Closes the socket; its file goes with the instance's folder."""
+        self._socket.close()

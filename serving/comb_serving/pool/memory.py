@@ -119,7 +119,6 @@ def _new_file(path: Path) -> Iterator[int]:
 _FIELDS = (
     "handle", "nbytes", "offset", "counter_handle", "counter_offset", "event_handle", "event_sync_required",
 )  # fmt: skip
-_EXPANDABLE = "expandable_segments:true"
 
 
 class CannotShareError(RuntimeError):
@@ -129,7 +128,7 @@ class CannotShareError(RuntimeError):
 def check_shareable() -> None:
     """Raises CannotShareError where memory is allocated in segments that have no such handle."""
     for name in ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"):
-        if _EXPANDABLE in os.environ.get(name, "").lower().replace(" ", ""):
+        if "expandable_segments:true" in os.environ.get(name, "").lower().replace(" ", ""):
             raise CannotShareError(
                 f"{name} has expandable_segments:True, whose memory the encoder process can't open: take that out, or "
                 "give --comb-pool-memory host"
@@ -152,7 +151,10 @@ def export(tensor: Tensor) -> dict[str, Any]:
     fields = dict(zip(_FIELDS, values, strict=True))
     if fields["handle"][1:2] == b"e":  # 'c': from cudaMalloc
         raise CannotShareError("the pool's memory is in an expandable segment: set expandable_segments:False")
-    named = {name: _to_json(value) for name, value in fields.items()}
+    named = {
+        name: {"base64": base64.b64encode(value).decode()} if isinstance(value, bytes) else value
+        for name, value in fields.items()
+    }
     return {"device": str(torch.cuda.get_device_properties(device).uuid), **named}
 
 
@@ -162,8 +164,15 @@ def open_exported(fields: dict[str, Any]) -> Tensor:
     Raises:
         CannotShareError: if this process can't see that GPU, or the exporter is gone.
     """
-    device = _device(fields["device"])
-    values = [_from_json(fields[name]) for name in _FIELDS]
+    seen = [str(torch.cuda.get_device_properties(index).uuid) for index in range(torch.cuda.device_count())]
+    if fields["device"] not in seen:
+        raise CannotShareError(
+            f"the pool is on GPU {fields['device']}, this process sees {seen or 'none'}: let CUDA_VISIBLE_DEVICES name "
+            "it, too"
+        )
+    device = seen.index(fields["device"])
+    named = (fields[name] for name in _FIELDS)
+    values = [base64.b64decode(each["base64"], validate=True) if isinstance(each, dict) else each for each in named]
     torch.cuda.init()
     try:
         with torch.cuda.device(device):
@@ -171,20 +180,3 @@ def open_exported(fields: dict[str, Any]) -> Tensor:
     except RuntimeError as error:
         raise CannotShareError(f"the pool's memory on GPU {fields['device']} can't be opened: {error}") from error
     return torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
-
-
-def _device(uuid: str) -> int:
-    seen = [str(torch.cuda.get_device_properties(index).uuid) for index in range(torch.cuda.device_count())]
-    if uuid not in seen:
-        raise CannotShareError(
-            f"the pool is on GPU {uuid}, this process sees {seen or 'none'}: let CUDA_VISIBLE_DEVICES name it, too"
-        )
-    return seen.index(uuid)
-
-
-def _to_json(value: Any) -> Any:
-    return {"base64": base64.b64encode(value).decode()} if isinstance(value, bytes) else value
-
-
-def _from_json(value: Any) -> Any:
-    return base64.b64decode(value["base64"], validate=True) if isinstance(value, dict) else value

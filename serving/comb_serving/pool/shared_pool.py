@@ -76,14 +76,14 @@ class PoolLayout:
         return 4 * math.prod(self.shape[:-1]) if self.stored == "fp8" else 0
 
     @property
-    def bytes_per_token(self) -> int:
-        """Of one slot over all cross layers, its scales included."""
-        return self.nbytes // (self.num_blocks * self.block_size)
-
-    @property
     def nbytes(self) -> int:
         """Of the whole pool."""
         return self.scale_bytes + math.prod(self.shape) * self.stored_dtype.itemsize
+
+    @property
+    def bytes_per_token(self) -> int:
+        """Of one slot over all cross layers, its scales included."""
+        return self.nbytes // (self.num_blocks * self.block_size)
 
     def blocks_for(self, tokens: int) -> int:
         """Blocks that a document of so many tokens takes."""

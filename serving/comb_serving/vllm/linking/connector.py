@@ -7,17 +7,15 @@ from __future__ import annotations
 
 from array import array
 from collections import deque
-from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, cast
 
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1, KVConnectorRole, SupportsHMA
 
 from comb_serving.config.serve_options import instance_dir
-from comb_serving.linking.layout import LinkingLayout
-from comb_serving.linking.methods import LinkMethod
-from comb_serving.linking.plan import LinkPlan, Range
-from comb_serving.linking.reports import LinkReport, ReportSender
+from comb_serving.linking.layout import LinkingLayout, LinkPlan
+from comb_serving.linking.methods import LinkMethod, Range
+from comb_serving.pool.capability import LinkReport, ReportSender
 from comb_serving.vllm.linking.document_pool import DocumentPool
 from comb_serving.vllm.linking.links import (
     Blocks,
@@ -28,7 +26,6 @@ from comb_serving.vllm.linking.links import (
     LoadCommand,
     RequestLink,
     SaveCommand,
-    link_of,
 )
 from comb_serving.vllm.linking.setup import check_groups, method_of
 
@@ -59,11 +56,12 @@ class SeamJob:
     beside: bool
     looks: int | None = None
     head: int = 0
-    looked: int = 0
+    looked: int = field(init=False)
     tokens: int = field(init=False)
 
     def __post_init__(self) -> None:
         self.tokens = sum(end - start for start, end in self.ranges)
+        self.looked = 0 if self.looks is None else self.tokens
 
 
 @dataclass
@@ -72,15 +70,6 @@ class SeamRoom:
 
     tokens: int = 0
     rows: int = 0
-
-    def holds(self, seams: Sequence[Range]) -> bool:
-        """Whether they all fit."""
-        return sum(end - start for start, end in seams) <= self.tokens and len(seams) <= self.rows
-
-    def take(self, seams: Sequence[Range]) -> None:
-        """Less is left."""
-        self.tokens -= sum(end - start for start, end in seams)
-        self.rows -= len(seams)
 
 
 class LinkingConnector(KVConnectorBase_V1, SupportsHMA):
@@ -105,13 +94,6 @@ class LinkingConnector(KVConnectorBase_V1, SupportsHMA):
 
     # ---- in the scheduler ----
 
-    def admit(self, request: Any) -> RequestLink | None:
-        """Notes what a new request links or compiles. Raises ValueError if that can't be."""
-        link = link_of(request, self.layout, self.started)
-        if link is not None:
-            self.links[request.request_id] = link
-        return link
-
     def get_num_new_matched_tokens(self, request: Any, num_computed_tokens: int) -> tuple[int, bool]:
         """Everything in front of the query comes from elsewhere; with seams that the step has no room for, later."""
         link = self.links.get(request.request_id)
@@ -119,7 +101,8 @@ class LinkingConnector(KVConnectorBase_V1, SupportsHMA):
             return 0, False
         left = link.plan.behind(num_computed_tokens)
         # rows of one step see each other's keys and values; a state is there only behind the step that computes it
-        beside = self.room.holds(left.seams) and not self.started.states and not link.looks
+        fits = left.seam_tokens <= self.room.tokens and len(left.seams) <= self.room.rows
+        beside = fits and not self.started.states and not link.looks
         self._matched[request.request_id] = num_computed_tokens, left, beside
         if num_computed_tokens >= link.plan.query:
             return 0, False
@@ -133,11 +116,10 @@ class LinkingConnector(KVConnectorBase_V1, SupportsHMA):
         if matched is None:  # a second call, behind its seams
             return
         link, (head, left, beside) = self.links[request.request_id], matched
-        loads = left.loads if num_external_tokens else ()
-        linked = sum(load.end - load.start for load in loads)
+        linked = left.loaded_tokens if num_external_tokens else 0
         looks = link.looks and bool(num_external_tokens)
         if link.method is not None and not request.num_preemptions and not looks:
-            exact = link.head if loads else 0
+            exact = link.head if linked else 0
             report = LinkReport(head + exact, linked - exact, link.length - head - linked)
             self.reports.send(link.report, report)
         if not num_external_tokens:
@@ -145,22 +127,22 @@ class LinkingConnector(KVConnectorBase_V1, SupportsHMA):
         ids = blocks.get_block_ids()
         front = 0 if link.method is None else len(self.layout.front)
         interiors = {}
-        for load in loads:
+        for load in left.loads:
             handle, fresh = link.sources[load.document], bool(link.head) and not load.document
             self._loads.append(LoadCommand(handle, load.offset, load.start, load.end, ids, 0 if fresh else front))
             if link.method is not None and link.method.states:
                 interiors[load.end] = ComposeCommand(handle, load.end - load.start, ids, fresh)
-        if looks:  # the row that ends with the question's last token is told one more, or it would be sampled from
-            tokens, ranges = array("i", [*request.prompt_token_ids, 0]), deque([*left.seams, (left.query, link.length)])
-            job = SeamJob(request, tokens, ids, ranges, interiors, beside, left.query, head)
-            job.looked = job.tokens
+        if looks or left.seams:
+            tokens, ranges = array("i", request.prompt_token_ids), deque(left.seams)
+            if looks:  # the row that ends with the question's last token is told one more, or it would be sampled from
+                tokens.append(0)
+                ranges.append((left.query, link.length))
+            begins = left.query if looks else None
+            job = SeamJob(request, tokens, ids, ranges, interiors, beside, begins, head)
             self.jobs[request.request_id] = job
-        elif left.seams:
-            self.jobs[request.request_id] = SeamJob(
-                request, array("i", request.prompt_token_ids), ids, deque(left.seams), interiors, beside
-            )
             if beside:
-                self.room.take(left.seams)
+                self.room.tokens -= left.seam_tokens
+                self.room.rows -= len(left.seams)
         elif interiors:  # a prompt's beginning, and nothing behind it
             (self.behind_seams[request.request_id],) = interiors.values()
 
@@ -176,10 +158,9 @@ class LinkingConnector(KVConnectorBase_V1, SupportsHMA):
             ranges = [*left.seams, (left.query, link.length - 1)]  # its last token is left for its own step
             job.looks, job.ranges = None, deque((start, end) for start, end in ranges if start < end)
             job.tokens = sum(end - start for start, end in job.ranges)
-            linked = sum(load.end - load.start for load in left.loads)
             if not job.request.num_preemptions:
-                computed = link.length - job.head - linked + job.looked
-                self.reports.send(link.report, LinkReport(job.head, linked, computed))
+                computed = link.length - job.head - left.loaded_tokens + job.looked
+                self.reports.send(link.report, LinkReport(job.head, left.loaded_tokens, computed))
 
     def chunk(self, name: str, computed: int, count: int) -> int:
         """Of `count` tokens, how many a request may compute in a step: one that captures states stops at both ends.
@@ -237,17 +218,13 @@ class LinkingConnector(KVConnectorBase_V1, SupportsHMA):
 
     def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
         """Documents go into the blocks of requests."""
-        metadata = self._get_connector_metadata()
-        assert isinstance(metadata, LinkingMetadata)
         if self.pool is not None:  # there is none while vLLM tries its model
-            self.pool.before_step(metadata)
+            self.pool.before_step(cast(LinkingMetadata, self._get_connector_metadata()))
 
     def wait_for_save(self) -> None:
         """What was computed goes into the pool."""
-        metadata = self._get_connector_metadata()
-        assert isinstance(metadata, LinkingMetadata)
         if self.pool is not None:
-            self.pool.after_step(metadata)
+            self.pool.after_step(cast(LinkingMetadata, self._get_connector_metadata()))
 
     def build_connector_worker_meta(self) -> ChosenTokens | None:
         """What the questions of the step have chosen."""

@@ -25,9 +25,9 @@ from comb_serving.vllm.linking.cache_access import (
     token_shape,
     write,
 )
-from comb_serving.vllm.linking.links import Blocks, LinkingMetadata, LoadCommand, SaveCommand
+from comb_serving.vllm.linking.links import Blocks, LinkingMetadata, LoadCommand
 from comb_serving.vllm.linking.looks import QueryLooks
-from comb_serving.vllm.linking.positions import KeyPositions, find_positions
+from comb_serving.vllm.linking.positions import find_positions
 from comb_serving.vllm.linking.setup import method_of
 from comb_serving.vllm.linking.states import DocumentStates
 
@@ -38,86 +38,60 @@ class DocumentPool:
     """Made when the model is loaded, before vLLM measures what memory is left for its cache.
 
     Args:
-        layers: attention layers with a cache, by name.
-        states: of its linear layers; None where there are none.
-        num_blocks, block_size: blocks of the pool, and tokens in each.
+        total_bytes: that the pools of all `ranks` together may take.
+        block_size: tokens in a block of the pool.
         front_tokens: of an adapter's link tokens, which lie behind the blocks (`put_front`).
+
+    Attributes:
+        layers: attention layers with a cache, by name.
+        states: of the model's linear layers; None where they aren't linked.
+        rows: [slots, width of all layers], a token's in the order of the layers, as vLLM's cache has them.
+        columns: each layer's, in there.
         kept: where documents are kept that have left it.
         questions: whether what questions look at is to be heard.
 
-    Attributes:
-        rows: [slots, width of all layers], a token's in the order of the layers, as vLLM's cache has them.
-
     Raises:
+        ValueError: for a model whose documents can't be moved, or if not even one block fits.
         OSError: if there is no room for it.
     """
 
     def __init__(
-        self,
-        layers: dict[str, Any],
-        positions: KeyPositions,
-        states: DocumentStates | None = None,
-        *,
-        num_blocks: int,
-        block_size: int,
-        dtype: torch.dtype,
-        device: torch.device,
-        front_tokens: int = 0,
-        kept: KeptDocuments | None = None,
-        questions: bool = False,
+        self, model: Any, vllm_config: Any, *, total_bytes: int, ranks: int, block_size: int, front_tokens: int = 0
     ) -> None:
-        self.layers, self.positions, self.states = layers, positions, states
-        self.num_blocks, self.block_size, self.device = num_blocks, block_size, device
-        self.codes = {layer: TokenCodes.of(layer, dtype) for layer in layers.values()}
-        self.columns: dict[str, slice] = {}  # of each layer
+        method, dtype = method_of(vllm_config), vllm_config.model_config.dtype
+        self.layers = cached_layers(vllm_config, states=method.states)
+        self.states = DocumentStates(linear_layers(vllm_config)) if method.states else None
+        self.positions = find_positions(model, self.layers, vllm_config)
+        self.questions = method.rule.by_query
+        self.kept: KeptDocuments | None = None
+        self.codes = {layer: TokenCodes.of(layer, dtype) for layer in self.layers.values()}
+        self.columns: dict[str, slice] = {}
         stored, width = {codes.stored for codes in self.codes.values()}, 0
         if len(stored) > 1:
             raise ValueError("documents are linked in caches of one dtype, not with some layers in fp8")
-        for name, layer in layers.items():
+        for name, layer in self.layers.items():
             self.columns[name] = slice(width, width := width + token_shape(layer).width)
+        kind = stored.pop()
+        size = width * kind.itemsize * block_size * ranks
+        if total_bytes < size:
+            raise ValueError(f"a pool of {total_bytes} bytes is less than one block of {block_size} tokens, {size}")
+        self.num_blocks, self.block_size, self.device = total_bytes // size, block_size, next(model.parameters()).device
         try:
-            self.rows = torch.empty(num_blocks * block_size + front_tokens, width, dtype=stored.pop(), device=device)
+            slots = self.num_blocks * block_size + front_tokens
+            self.rows = torch.empty(slots, width, dtype=kind, device=self.device)
         except (RuntimeError, torch.OutOfMemoryError) as error:
             raise OSError(
-                f"no room for a pool of {num_blocks} blocks of {block_size} tokens on {device}: make "
+                f"no room for a pool of {self.num_blocks} blocks of {block_size} tokens on {self.device}: make "
                 f"--comb-pool-bytes smaller ({error})"
             ) from error
-        self.kept, self.questions = kept, questions
+        if self.state_rows >= self.num_blocks * block_size:
+            raise ValueError(
+                f"a pool of {total_bytes} bytes doesn't hold the states of one document, "
+                f"{self.state_rows * self.bytes_per_token * ranks}: make --comb-pool-bytes larger"
+            )
         self.looks: QueryLooks | None = None
         self._places: dict[str, tuple[int, int]] = {}  # of each layer: its cache group, and tokens in a block of it
         self._readers: dict[int, CacheReader] = {}  # by tokens in a block
-
-    @classmethod
-    def for_model(
-        cls, model: Any, vllm_config: Any, *, total_bytes: int, ranks: int, block_size: int, front_tokens: int = 0
-    ) -> DocumentPool:
-        """The pool of one of `ranks` ranks, when all pools together may take `total_bytes`.
-
-        Raises:
-            ValueError: for a model whose documents can't be moved, or if not even one block fits.
-        """
-        linear = method_of(vllm_config).states
-        layers = cached_layers(vllm_config, states=linear)
-        states = DocumentStates(linear_layers(vllm_config)) if linear else None
-        dtype = vllm_config.model_config.dtype
-        positions = find_positions(model, layers, vllm_config)
-        width = sum(token_shape(layer).width for layer in layers.values())
-        stored = TokenCodes.of(next(iter(layers.values())), dtype).stored
-        size = width * stored.itemsize * block_size * ranks
-        if total_bytes < size:
-            raise ValueError(f"a pool of {total_bytes} bytes is less than one block of {block_size} tokens, {size}")
-        device, blocks = next(model.parameters()).device, total_bytes // size
-        pool = cls(
-            layers, positions, states,
-            num_blocks=blocks, block_size=block_size, dtype=dtype, device=device, front_tokens=front_tokens,
-            questions=method_of(vllm_config).rule.by_query,
-        )  # fmt: skip
-        if pool.state_rows >= blocks * block_size:
-            raise ValueError(
-                f"a pool of {total_bytes} bytes doesn't hold the states of one document, "
-                f"{pool.state_rows * pool.bytes_per_token * ranks}: make --comb-pool-bytes larger"
-            )
-        return pool
 
     def put_front(self, front: FrontKeyValues, rank: int, ranks: int) -> None:
         """An adapter's link tokens, of which a rank of tensor parallelism keeps the heads that its layers have.
@@ -168,8 +142,7 @@ class DocumentPool:
         return 0 if self.states is None else -(-self.states.nbytes // self.bytes_per_token)
 
     def attach(self, groups: Sequence[Any]) -> None:
-        """vLLM's cache is there, in these groups of layers: finds out where it keeps what, so that a backend that
-        can't be read ends the start."""
+        """vLLM's cache is there, in these groups of layers: where it keeps what is found out, or ends the start."""
         numbers = {name: number for number, group in enumerate(groups) for name in group.layer_names}
         for name, layer in self.layers.items():
             size = groups[numbers[name]].kv_cache_spec.block_size
@@ -179,7 +152,13 @@ class DocumentPool:
         if self.states is not None:
             self.states.attach(numbers)
         if self.questions:
-            self.looks = QueryLooks(self.layers, self._cache_slots, self._cached_keys)
+
+            def cached_keys(name: str, slots: Tensor) -> Tensor:
+                layer, shape = self.layers[name], token_shape(self.layers[name])
+                read = self._readers[self._places[name][1]].read(layer, slots)
+                return self.codes[layer].numbers(shape.split(read)[shape.rotated], shape.rotated)
+
+            self.looks = QueryLooks(self.layers, self._cache_slots, cached_keys)
 
     def close(self) -> None:
         """Documents on their way to the disk get there."""
@@ -205,36 +184,34 @@ class DocumentPool:
 
     @torch.inference_mode()
     def after_step(self, metadata: LinkingMetadata) -> None:
-        """What was computed of documents goes into the pool."""
+        """What was computed of documents goes into the pool: out of vLLM's cache, and what its scans have said."""
         for capture in metadata.captures:
             assert self.states is not None
             memory = self._read_states(capture.handle)
             self.states.capture(capture, memory)
-            self._write_states(capture.handle, memory)
+            rows = torch.zeros(self.state_rows * self.bytes_per_token, dtype=torch.uint8, device=self.device)
+            rows[: len(memory)] = memory
+            target = self._slots(capture.handle, capture.handle.tokens, self.state_rows)
+            self.rows[target] = rows.view(self.rows.dtype).view(self.state_rows, -1)
         for save in metadata.saves:
-            self.save(save)
+            start, tokens = save.start, save.handle.tokens
+            target = self._slots(save.handle, 0, tokens)
+            for name, layer in self.layers.items():
+                source = self._cache_slots(name, save.blocks, start, start + tokens)
+                self.rows[target, self.columns[name]] = self._readers[self._places[name][1]].read(layer, source)
+            if save.stateless and self.states is not None:
+                self.rows[self._slots(save.handle, tokens, self.state_rows)] = 0
+            if self.kept is not None:
+                self.kept.keep(save.key, self.rows[self._slots(save.handle, 0, tokens + self.state_rows)])
 
     @torch.inference_mode()
     def chosen(self) -> dict[str, list[int]]:
         """What the questions of the step have chosen, by request."""
         return {} if self.looks is None else self.looks.chosen()
 
-    def save(self, command: SaveCommand) -> None:
-        """Copies a compiled document out of vLLM's cache."""
-        start, tokens = command.start, command.handle.tokens
-        target = self._slots(command.handle, 0, tokens)
-        for name, layer in self.layers.items():
-            source = self._cache_slots(name, command.blocks, start, start + tokens)
-            self.rows[target, self.columns[name]] = self._readers[self._places[name][1]].read(layer, source)
-        if command.stateless and self.states is not None:
-            self.rows[self._slots(command.handle, tokens, self.state_rows)] = 0
-        if self.kept is not None:
-            self.kept.keep(command.key, self.rows[self._slots(command.handle, 0, tokens + self.state_rows)])
-
     @torch.inference_mode()
     def fetch(self, key: str, handle: PoolHandle) -> str | None:
-        """Copies a document into the pool from the tier that still has it; None if none has, or what it has is of no
-        use."""
+        """Copies a document into the pool from the tier that still has it; None if none has, or nothing of use."""
         found = None if self.kept is None else self.kept.fetch(key)
         rows = handle.tokens + self.state_rows
         if found is None or found[0].shape != (rows, self.rows.shape[1]):
@@ -272,23 +249,11 @@ class DocumentPool:
                 parts[shape.rotated].copy_(codes.codes(keys, shape.rotated))
                 self._readers[place[1]].write_codes(layer, rows, targets[place])
 
-    def _cached_keys(self, name: str, slots: Tensor) -> Tensor:
-        """In vLLM's cache [T, heads, dim]."""
-        layer, shape = self.layers[name], token_shape(self.layers[name])
-        read = self._readers[self._places[name][1]].read(layer, slots)
-        return self.codes[layer].numbers(shape.split(read)[shape.rotated], shape.rotated)
-
     def _read_states(self, handle: PoolHandle) -> Tensor:
         """A copy of a document's bytes behind its tokens."""
         assert self.states is not None
         rows = self.rows[self._slots(handle, handle.tokens, self.state_rows)]
         return rows.view(torch.uint8).flatten()[: self.states.nbytes]
-
-    def _write_states(self, handle: PoolHandle, memory: Tensor) -> None:
-        rows = torch.zeros(self.state_rows * self.bytes_per_token, dtype=torch.uint8, device=self.device)
-        rows[: len(memory)] = memory
-        target = self._slots(handle, handle.tokens, self.state_rows)
-        self.rows[target] = rows.view(self.rows.dtype).view(self.state_rows, -1)
 
     def _slots(self, handle: PoolHandle, offset: int, tokens: int) -> Tensor:
         places = torch.arange(offset, offset + tokens, device=self.device)

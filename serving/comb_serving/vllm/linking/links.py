@@ -15,11 +15,9 @@ from typing import Any
 
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorMetadata, KVConnectorWorkerMetadata
 
-from comb_serving.linking.layout import LinkingLayout
-from comb_serving.linking.methods import LinkMethod
-from comb_serving.linking.plan import LinkPlan, LoadedRange, Range, interior
-from comb_serving.linking.reports import name_of
-from comb_serving.pool.capability import COMPILE, PoolHandle, unpack
+from comb_serving.linking.layout import LinkingLayout, LinkPlan, LoadedRange, interior
+from comb_serving.linking.methods import LinkMethod, Range
+from comb_serving.pool.capability import COMPILE, PoolHandle, name_of, unpack
 from comb_serving.vllm.decoder_pool import capability_of, token_of
 
 Blocks = tuple[list[int], ...]

@@ -20,15 +20,8 @@ from comb_serving.vllm.fixed_weights import FixedWeights
 from comb_serving.vllm.gpu_worker import without_full_v1, without_full_v2
 from comb_serving.vllm.linking.connector import LinkingConnector
 from comb_serving.vllm.linking.document_pool import DocumentPool
-from comb_serving.vllm.linking.setup import (
-    check_backbone,
-    check_engine,
-    check_states,
-    check_version,
-    front_of,
-    link_tokens_of,
-    method_of,
-)
+from comb_serving.vllm.linking.setup import check_backbone, check_engine, front_of, link_tokens_of
+from comb_serving.vllm.versions import TESTED, is_tested
 
 
 class PoolWorker(FixedWeights):
@@ -41,55 +34,55 @@ class PoolWorker(FixedWeights):
 
     def load_model(self, **options: Any) -> None:
         """Loads the model, then makes this rank's pool, so that memory profiling sees it."""
-        check_version(vllm.__version__)
-        check_engine(self.vllm_config)
-        if method_of(self.vllm_config).states:
-            check_states(self.vllm_config)
+        config = self.vllm_config
+        # the interfaces of a scheduler nobody has tried may change with every version
+        if not is_tested(vllm.__version__):
+            tested = ", ".join(f"{one}.x" for one in TESTED)
+            raise ImportError(
+                f"linking without training was tested with vLLM {tested}, this is {vllm.__version__}: install that"
+            )
+        check_engine(config)
         super().load_model(**options)
         model = self.model_runner.get_model()
         rank, ranks = get_tensor_model_parallel_rank(), get_tensor_model_parallel_world_size()
         asked, folder, device = ServeOptions.from_environment(), instance_dir(), next(model.parameters()).device
-        link_tokens = link_tokens_of(self.vllm_config)
-        self.comb_pool = DocumentPool.for_model(
+        link_tokens, front = link_tokens_of(config), front_of(config)
+        self.comb_pool = pool = DocumentPool(
             model,
-            self.vllm_config,
+            config,
             total_bytes=total_bytes(asked.pool_bytes, device, folder, ranks),
             ranks=ranks,
             block_size=asked.pool_block,
-            front_tokens=0 if link_tokens is None else len(front_of(self.vllm_config)),
+            front_tokens=0 if link_tokens is None else len(front),
         )
         if link_tokens is not None:
             learned, adapter = published_front(link_tokens)
             check_backbone(model, adapter)
-            self.comb_pool.put_front(learned(torch.float32), rank, ranks)
+            pool.put_front(learned(torch.float32), rank, ranks)
+        longest = config.model_config.max_model_len
         store = kept_store(
             host_bytes=asked.host_bytes // ranks,
             disk_path=asked.disk_path,
             disk_bytes=asked.disk_bytes,
-            largest_bytes=self.comb_pool.bytes_per_token
-            * (self.vllm_config.model_config.max_model_len + self.comb_pool.state_rows),
+            largest_bytes=pool.bytes_per_token * (longest + pool.state_rows),
             part=f"rank-{rank}",
             parts=ranks,
         )
-        self.comb_pool.kept = None if store is None else KeptDocuments(store)
+        pool.kept = None if store is None else KeptDocuments(store)
         if rank == 0:
-            self._layout(model).write(folder)
-
-    def _layout(self, model: Any) -> LinkingLayout:
-        config, pool = self.vllm_config.model_config, self.comb_pool
-        return LinkingLayout(
-            num_blocks=pool.num_blocks,
-            block_size=pool.block_size,
-            bytes_per_token=pool.bytes_per_token,
-            fingerprint=weights_fingerprint(model, settings=False) + pool.front_digest(),
-            dtype=pool.dtype_name,
-            max_document_tokens=config.max_model_len - 1,  # one token has to be sampled, if nobody sees it
-            vocab_size=config.get_vocab_size(),
-            front=tuple(front_of(self.vllm_config)),
-            given=link_tokens_of(self.vllm_config) is not None,
-            state_rows=pool.state_rows,
-            columns=0 if pool.states is None else pool.states.columns,
-        )
+            LinkingLayout(
+                num_blocks=pool.num_blocks,
+                block_size=pool.block_size,
+                bytes_per_token=pool.bytes_per_token,
+                fingerprint=weights_fingerprint(model, settings=False) + pool.front_digest(),
+                dtype=pool.dtype_name,
+                max_document_tokens=longest - 1,  # one token has to be sampled, if nobody sees it
+                vocab_size=config.model_config.get_vocab_size(),
+                front=tuple(front),
+                given=link_tokens is not None,
+                state_rows=pool.state_rows,
+                columns=0 if pool.states is None else pool.states.columns,
+            ).write(folder)
 
     def initialize_from_config(self, kv_cache_config: Any) -> None:
         """vLLM's cache is made: from now on there is something to copy from and to."""

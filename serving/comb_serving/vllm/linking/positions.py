@@ -22,8 +22,7 @@ from vllm.model_executor.layers.attention.attention import Attention
 from vllm.model_executor.layers.attention.mla_attention import MLAAttention
 
 from comb.backbones.rotary import embedding_of
-from comb.linking.positions import positions_near
-from comb.linking.positions import Rerotation, Rotation
+from comb.linking.positions import Rerotation, Rotation, positions_near
 from comb_serving.vllm.linking.cache_access import token_shape
 from comb_serving.vllm.linking.states import is_linear
 

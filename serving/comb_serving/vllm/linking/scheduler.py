@@ -17,8 +17,9 @@ from vllm.sampling_params import SamplingParams
 from vllm.v1.core.sched.output import NewRequestData, SchedulerOutput
 from vllm.v1.core.sched.scheduler import Scheduler
 
+from comb_serving.linking.layout import LinkPlan
 from comb_serving.vllm.linking.connector import LinkingConnector, SeamJob, SeamRoom
-from comb_serving.vllm.linking.links import LookCommand
+from comb_serving.vllm.linking.links import LookCommand, link_of
 from comb_serving.vllm.scheduler import CheckedScheduler, mixed_into_vllms
 
 SEAM = "comb-seam-"
@@ -44,12 +45,15 @@ class LinkingScheduler(CheckedScheduler):
     def admit(self, request: Any) -> None:
         """Beside the check of all requests: what it links, and under which hashes its blocks are kept."""
         super().admit(request)
-        link = self.connector.admit(request)
-        if link is not None and link.found:
+        link = link_of(request, self.connector.layout, self.connector.started)
+        if link is None:
+            return
+        self.connector.links[request.request_id] = link
+        if link.found:
             # by the hashes of plain prompts, which it still has
             _, exact, _ = self.kv_cache_manager.get_computed_blocks(request)
             link.go_behind(exact)
-        if link is not None and link.method is not None:
+        if link.method is not None:
             # blocks in front of the first document keep the hashes of plain prompts, and are shared with them; what has
             # approximate keys and values never has an exact prompt's hash
             self.rehash(request, lambda plain, start, end: (*plain, *link.hash_extra(start, end)))
@@ -81,11 +85,13 @@ class LinkingScheduler(CheckedScheduler):
             return room
         for request in self.waiting:
             link = self.connector.links.get(request.request_id)
-            seams = () if link is None or link.method is None or link.looks else link.plan.behind(link.exact).seams
-            more = sum(end - start for start, end in seams)
-            if room.tokens + more > tokens or (rows := rows - 1 - len(seams)) < 0:
+            left = LinkPlan((), (), 0)
+            if link is not None and link.method is not None and not link.looks:
+                left = link.plan.behind(link.exact)
+            rows -= 1 + len(left.seams)
+            if room.tokens + left.seam_tokens > tokens or rows < 0:
                 break
-            room.tokens, room.rows = room.tokens + more, room.rows + len(seams)
+            room.tokens, room.rows = room.tokens + left.seam_tokens, room.rows + len(left.seams)
         return room
 
     def _reserve_prefill_lookahead(self, request: Any, num_computed_tokens: int, num_new_tokens: int) -> int:
@@ -97,7 +103,9 @@ class LinkingScheduler(CheckedScheduler):
         """Rows for the seams of waiting requests, first come, first served, as far as tokens and rows allow."""
         if not self.connector.jobs:
             return
-        rows, loras = self.max_num_running_reqs - len(self.running), self._loras(output)
+        rows, metadata = self.max_num_running_reqs - len(self.running), output.kv_connector_metadata
+        present = (self.requests[name].lora_request for name in output.num_scheduled_tokens)
+        loras = {lora.lora_int_id for lora in present if lora is not None}
         # first those whose request is in this step
         for name, job in sorted(self.connector.jobs.items(), key=lambda item: not item[1].beside):
             if (lora := job.request.lora_request) is not None and lora.lora_int_id not in loras:
@@ -107,7 +115,7 @@ class LinkingScheduler(CheckedScheduler):
             while job.ranges and tokens > 0 and rows > 0:
                 start, end = job.ranges.popleft()
                 if (interior := job.interiors.pop(start, None)) is not None:
-                    output.kv_connector_metadata.composes.append(interior)
+                    metadata.composes.append(interior)
                 count = min(end - start, tokens)
                 row = self._row(job, start, start + count)
                 output.scheduled_new_reqs.append(row)
@@ -118,7 +126,13 @@ class LinkingScheduler(CheckedScheduler):
                 if start + count < end:
                     job.ranges.appendleft((start + count, end))
                 if job.looks is not None and start >= job.looks:
-                    output.kv_connector_metadata.looks.append(self._look(name, job, start, start + count))
+                    link = self.connector.links[name]
+                    assert link.method is not None
+                    last = start + count == link.length
+                    look = LookCommand(
+                        name, start, start + count, job.blocks, link.length, link.spans, link.method.name, last
+                    )
+                    metadata.looks.append(look)
                 if job.interiors:
                     break
             assert not (job.ranges and job.beside), f"{name} would be answered without its seams"
@@ -128,18 +142,6 @@ class LinkingScheduler(CheckedScheduler):
                 del self.connector.jobs[name]
                 if not job.beside:
                     self.finished_recving_kv_req_ids.add(name)  # its own first step comes behind this one
-
-    def _loras(self, output: SchedulerOutput) -> set[int]:
-        """Numbers of the LoRAs that requests of a step are computed with."""
-        found = (self.requests[name].lora_request for name in output.num_scheduled_tokens)
-        return {lora.lora_int_id for lora in found if lora is not None}
-
-    def _look(self, name: str, job: SeamJob, start: int, end: int) -> LookCommand:
-        link = self.connector.links[name]
-        assert link.method is not None
-        return LookCommand(
-            name, start, end, job.blocks, link.length, link.spans, link.method.name, last=end == link.length
-        )
 
     def _row(self, job: SeamJob, start: int, end: int) -> NewRequestData:
         tokens: Any = job.token_ids[: end + 1]

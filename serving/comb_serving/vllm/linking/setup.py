@@ -15,7 +15,6 @@ from comb.methods.fronts import dummy_ids
 from comb_serving.config.serve_options import ServeOptions
 from comb_serving.linking.methods import LinkMethod
 from comb_serving.vllm.fixed_weights import check_no_transfer
-from comb_serving.vllm.versions import TESTED, is_tested
 
 CONNECTOR = "LinkingConnector"
 CONNECTOR_MODULE = "comb_serving.vllm.linking.connector"
@@ -84,13 +83,6 @@ def link_tokens_of(vllm_config: Any) -> str | None:
     return found
 
 
-def check_version(version: str) -> None:
-    """Raises ImportError for a vLLM whose scheduler nobody has tried: its interface may change with every version."""
-    if not is_tested(version):
-        tested = ", ".join(f"{one}.x" for one in TESTED)
-        raise ImportError(f"linking without training was tested with vLLM {tested}, this is {version}: install that")
-
-
 def check_engine(vllm_config: Any) -> None:
     """Raises ValueError for what linked documents don't work with."""
     parallel, model, cache = vllm_config.parallel_config, vllm_config.model_config, vllm_config.cache_config
@@ -119,6 +111,8 @@ def check_engine(vllm_config: Any) -> None:
     if model.enable_sleep_mode:
         raise ValueError("documents are linked without sleep mode: the pool would not sleep with the cache")
     check_no_transfer(vllm_config)
+    if method_of(vllm_config).states:
+        check_states(vllm_config)
 
 
 def check_backbone(model: Any, config: LinkTokensConfig) -> None:

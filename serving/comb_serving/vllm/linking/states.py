@@ -39,22 +39,16 @@ from comb.hybrid.transition import DenseTransition, ScalarTransition, Transition
 from comb_serving.vllm.linking.links import CaptureCommand, ComposeCommand
 from comb_serving.vllm.versions import operators
 
-Heard = dict[tuple[str, int], Transition]
-"""By layer and slot."""
-
 
 class StateLayer:
-    """A linear layer whose states can be composed.
+    """A linear layer of vLLM's whose states can be composed.
 
     Shapes: H heads, K key channels, V value channels, C channels of the convolution; K and V in any order where T is
     a scalar per head.
-
-    Args:
-        layer: vLLM's.
     """
 
     family: ClassVar[type[Transition]]
-    convolved: int  # columns of the convolution that a state holds
+    transition_shape: tuple[int, ...]
 
     def __init__(self, layer: Any) -> None:
         self.layer = layer
@@ -63,12 +57,7 @@ class StateLayer:
         self.columns_shape: tuple[int, ...] = tuple(columns) if not _channels_first() else tuple(columns)[::-1]
         self.columns_dtype: torch.dtype = dtypes[0]
 
-    @property
-    def transition_shape(self) -> tuple[int, ...]:
-        """Of T's tensor."""
-        raise NotImplementedError
-
-    def identity(self, device: torch.device) -> Transition:
+    def identity(self, device: torch.device) -> Tensor:
         """T of no tokens."""
         raise NotImplementedError
 
@@ -88,23 +77,12 @@ class ScalarLayer(StateLayer):
 
     family = ScalarTransition
 
-    @property
-    def transition_shape(self) -> tuple[int, ...]:
-        return (self.state_shape[0],)
+    def __init__(self, layer: Any) -> None:
+        super().__init__(layer)
+        self.transition_shape = (self.state_shape[0],)
 
-    def identity(self, device: torch.device) -> Transition:
-        return ScalarTransition(torch.zeros(self.transition_shape, device=device))
-
-    def hear(self, projected: Tensor, metadata: Any, wanted: Mapping[int, int]) -> dict[int, Transition]:
-        """T of the wanted rows of a step, by slot; `projected` [tokens, channels] ends with dt."""
-        layer, decodes = self.layer, metadata.num_decode_tokens
-        dt = projected[..., -layer.tped_dt_size :].float()
-        found: dict[int, Transition] = {}
-        for slot, start, end in _rows(metadata.state_indices_tensor_p, metadata.query_start_loc_p, wanted):
-            steps = dt[None, decodes + start : decodes + end]
-            gates = {"dt": steps, "A": layer.A, "dt_bias": layer.dt_bias, "dt_softplus": True}
-            found[slot], _ = mamba2(ScanCall("mamba_mixer2", mamba2, gates), 0)
-        return found
+    def identity(self, device: torch.device) -> Tensor:
+        return torch.zeros(self.transition_shape, device=device)
 
 
 class DenseLayer(StateLayer):
@@ -115,15 +93,10 @@ class DenseLayer(StateLayer):
     def __init__(self, layer: Any) -> None:
         super().__init__(layer)
         heads, values, keys = self.state_shape
-        self.state_shape = heads, keys, values
+        self.state_shape, self.transition_shape = (heads, keys, values), (heads, keys, keys)
 
-    @property
-    def transition_shape(self) -> tuple[int, ...]:
-        heads, keys, _ = self.state_shape
-        return heads, keys, keys
-
-    def identity(self, device: torch.device) -> Transition:
-        return DenseTransition(torch.eye(self.state_shape[1], device=device).expand(self.transition_shape))
+    def identity(self, device: torch.device) -> Tensor:
+        return torch.eye(self.state_shape[1], device=device).expand(self.transition_shape)
 
     def state(self, slot: int) -> Tensor:
         found = super().state(slot)
@@ -163,6 +136,11 @@ class DenseLayer(StateLayer):
         return DenseTransition(torch.cat(parts, dim=-1))
 
 
+def is_linear(layer: Any) -> bool:
+    """Whether a layer of vLLM's keeps a state in place of keys and values."""
+    return isinstance(layer, MambaBase)
+
+
 def state_layer(name: str, layer: Any) -> StateLayer:
     """A linear layer of vLLM's.
 
@@ -178,79 +156,6 @@ def state_layer(name: str, layer: Any) -> StateLayer:
         f"hypic links gated DeltaNet (Qwen3-Next, Qwen3.5) and Mamba-2 inside vLLM; {name} is a "
         f"{type(layer).__name__} ({kind}): the library's own hypic has more families, one request at a time"
     )
-
-
-class ScanListener:
-    """Has every scan of the layers say what it does to the states of the rows that are waited for.
-
-    Args:
-        layers: by name.
-        groups: number of each layer's cache group: layers of several groups share memory, and slots tell them apart.
-
-    Attributes:
-        wanted: cache group by slot, of the rows that are waited for; nothing is heard of others.
-        heard: what was heard since it was last cleared.
-    """
-
-    def __init__(self, layers: Mapping[str, StateLayer], groups: Mapping[str, int]) -> None:
-        self.wanted: dict[int, int] = {}
-        self.heard: Heard = {}
-        self._stack = ExitStack()
-        dense = {}
-        for name, layer in layers.items():
-            if isinstance(layer, ScalarLayer):
-                self._replace(layer.layer, "conv_ssm_forward", partial(self._scalar, name, layer))
-            elif isinstance(layer, DenseLayer):
-                dense[layer.layer.kv_cache[1].data_ptr(), groups[name]] = name, layer
-                self._replace(layer.layer.chunk_gated_delta_rule, "forward", partial(self._dense_gpu, name, layer))
-        if dense:
-            self._replace(operators(), "chunk_gated_delta_rule_cpu", partial(self._dense_cpu, dense))
-
-    def close(self) -> None:
-        """Layers are as they were."""
-        self._stack.close()
-
-    def _replace(self, owner: Any, name: str, listening: Callable[..., Any]) -> None:
-        inner, own = getattr(owner, name), name in vars(owner)
-        setattr(owner, name, partial(listening, inner))
-        self._stack.callback(partial(setattr, owner, name, inner) if own else partial(delattr, owner, name))
-
-    def _scalar(self, name: str, layer: ScalarLayer, inner: Any, projected_states: Tensor, output: Tensor) -> Any:
-        if self.wanted and (metadata := _metadata(layer)) is not None and metadata.num_prefills:
-            for slot, found in layer.hear(projected_states, metadata, self.wanted).items():
-                self.heard[name, slot] = found
-        return inner(projected_states=projected_states, output=output)
-
-    def _dense_cpu(self, layers: Mapping[Any, tuple[str, DenseLayer]], inner: Any, **given: Any) -> Any:
-        if self.wanted:
-            memory = given["initial_state"].data_ptr()
-            for slot, start, end in _rows(given["initial_state_indices"], given["cu_seqlens"], self.wanted):
-                if (found := layers.get((memory, self.wanted[slot]))) is not None:
-                    self.heard[found[0], slot] = found[1].run_cpu(inner, given, start, end)
-        return inner(**given)
-
-    def _dense_gpu(self, name: str, layer: DenseLayer, inner: Any, **given: Any) -> Any:
-        if self.wanted and (metadata := _metadata(layer)) is not None:
-            for slot, start, end in _rows(metadata.prefill_state_indices, given["cu_seqlens"], self.wanted):
-                self.heard[name, slot] = layer.run_gpu(inner, given, start, end)
-        return inner(**given)
-
-
-def is_linear(layer: Any) -> bool:
-    """Whether a layer of vLLM's keeps a state in place of keys and values."""
-    return isinstance(layer, MambaBase)
-
-
-def _metadata(layer: StateLayer) -> Any:
-    """Of the step that runs, for a layer; None while vLLM only tries its model."""
-    found = get_forward_context().attn_metadata
-    return found.get(layer.layer.prefix) if isinstance(found, dict) else None
-
-
-def _rows(slots: Tensor, bounds: Tensor, wanted: Mapping[int, int]) -> list[tuple[int, int, int]]:
-    """(slot, start, end) of the wanted rows among a batch's."""
-    places = bounds.tolist()
-    return [(slot, places[row], places[row + 1]) for row, slot in enumerate(slots.flatten().tolist()) if slot in wanted]
 
 
 def _channels_first() -> bool:
@@ -282,37 +187,83 @@ class DocumentStates:
     Attributes:
         nbytes: that a document takes, whatever its length.
         columns: of the widest convolution: a head seam is at least as wide.
+        wanted: cache group by slot, of the rows that are waited for in a step; nothing is heard of others. Layers of
+            several groups share memory, and slots tell them apart.
+        heard: T of what a step has computed, by layer and slot.
     """
 
     def __init__(self, layers: Mapping[str, StateLayer]) -> None:
         self.layers = dict(layers)
         self.columns = max(layer.columns_shape[0] for layer in self.layers.values())
-        self._places: dict[str, tuple[tuple[int, tuple[int, ...], torch.dtype], ...]] = {}
-        at = 0
+        self._places: dict[str, list[tuple[int, tuple[int, ...], torch.dtype]]] = {}
+        self.nbytes = 0
         for name, layer in self.layers.items():
-            kinds = (
+            self._places[name] = []
+            for shape, dtype in (
                 (layer.transition_shape, torch.float32),
                 (layer.state_shape, torch.float32),
                 (layer.columns_shape, layer.columns_dtype),
-            )
-            places = []
-            for shape, dtype in kinds:
-                places.append((at, shape, dtype))
-                at += -(-math.prod(shape) * dtype.itemsize // 8) * 8
-            self._places[name] = tuple(places)
-        self.nbytes = at
+            ):
+                self._places[name].append((self.nbytes, shape, dtype))
+                self.nbytes += -(-math.prod(shape) * dtype.itemsize // 8) * 8
+        self.wanted: dict[int, int] = {}
+        self.heard: dict[tuple[str, int], Transition] = {}
         self._groups: dict[str, int] = {}
-        self._listener: ScanListener | None = None
+        self._hooks = ExitStack()
 
     def attach(self, groups: Mapping[str, int]) -> None:
-        """vLLM's cache is there: `groups` are the numbers of the layers' cache groups."""
+        """vLLM's cache is there: `groups` are the numbers of the layers' cache groups. Scans are heard from now on."""
         self._groups = {name: groups[name] for name in self.layers}
-        self._listener = ScanListener(self.layers, self._groups)
+        dense = {}
+        for name, layer in self.layers.items():
+            if isinstance(layer, ScalarLayer):
+                self._replace(layer.layer, "conv_ssm_forward", partial(self._scalar, name, layer.layer))
+            elif isinstance(layer, DenseLayer):
+                dense[layer.layer.kv_cache[1].data_ptr(), self._groups[name]] = name, layer
+                self._replace(layer.layer.chunk_gated_delta_rule, "forward", partial(self._dense_gpu, name, layer))
+        if dense:
+            self._replace(operators(), "chunk_gated_delta_rule_cpu", partial(self._dense_cpu, dense))
+
+    def _replace(self, owner: Any, name: str, listening: Callable[..., Any]) -> None:
+        inner, own = getattr(owner, name), name in vars(owner)
+        setattr(owner, name, partial(listening, inner))
+        self._hooks.callback(partial(setattr, owner, name, inner) if own else partial(delattr, owner, name))
 
     def close(self) -> None:
-        """Nothing is listened to any more."""
-        if self._listener is not None:
-            self._listener.close()
+        """Nothing is listened to any more; layers are as they were."""
+        self._hooks.close()
+
+    # ---- what a scan does, in place of itself ----
+
+    def _scalar(self, name: str, layer: Any, inner: Any, projected_states: Tensor, output: Tensor) -> Any:
+        if self.wanted and (metadata := _metadata(layer)) is not None and metadata.num_prefills:
+            decodes, dt = metadata.num_decode_tokens, projected_states[..., -layer.tped_dt_size :].float()
+            for slot, start, end in self._rows(metadata.state_indices_tensor_p, metadata.query_start_loc_p):
+                steps = dt[None, decodes + start : decodes + end]
+                gates = {"dt": steps, "A": layer.A, "dt_bias": layer.dt_bias, "dt_softplus": True}
+                self.heard[name, slot], _ = mamba2(ScanCall("mamba_mixer2", mamba2, gates), 0)
+        return inner(projected_states=projected_states, output=output)
+
+    def _dense_cpu(self, layers: Mapping[Any, tuple[str, DenseLayer]], inner: Any, **given: Any) -> Any:
+        if self.wanted:
+            memory = given["initial_state"].data_ptr()
+            for slot, start, end in self._rows(given["initial_state_indices"], given["cu_seqlens"]):
+                if (found := layers.get((memory, self.wanted[slot]))) is not None:
+                    self.heard[found[0], slot] = found[1].run_cpu(inner, given, start, end)
+        return inner(**given)
+
+    def _dense_gpu(self, name: str, layer: DenseLayer, inner: Any, **given: Any) -> Any:
+        if self.wanted and (metadata := _metadata(layer.layer)) is not None:
+            for slot, start, end in self._rows(metadata.prefill_state_indices, given["cu_seqlens"]):
+                self.heard[name, slot] = layer.run_gpu(inner, given, start, end)
+        return inner(**given)
+
+    def _rows(self, slots: Tensor, bounds: Tensor) -> list[tuple[int, int, int]]:
+        """(slot, start, end) of the wanted rows among a batch's."""
+        places, rows = bounds.tolist(), enumerate(slots.flatten().tolist())
+        return [(slot, places[row], places[row + 1]) for row, slot in rows if slot in self.wanted]
+
+    # ---- documents ----
 
     def parts(self, memory: Tensor) -> dict[str, DocumentState]:
         """Views of a document's bytes [nbytes] by layer."""
@@ -324,12 +275,9 @@ class DocumentStates:
 
     def listen(self, captures: list[CaptureCommand]) -> None:
         """Before a step: what it computes of interiors is waited for, and of nothing else."""
-        assert self._listener is not None
-        self._listener.heard.clear()
+        self.heard.clear()
         inside = [capture for capture in captures if not capture.begins and not capture.whole]
-        self._listener.wanted = {
-            capture.blocks[group][0]: group for capture in inside for group in set(self._groups.values())
-        }
+        self.wanted = {capture.blocks[group][0]: group for capture in inside for group in set(self._groups.values())}
 
     def capture(self, command: CaptureCommand, memory: Tensor) -> None:
         """After a step that ended where the interior begins, or somewhere inside of it.
@@ -337,16 +285,15 @@ class DocumentStates:
         Raises:
             RuntimeError: if a layer's scan was not heard: then this isn't the vLLM that the hooks were written for.
         """
-        assert self._listener is not None
         for name, kept in self.parts(memory).items():
             layer, slot = self.layers[name], command.blocks[self._groups[name]][0]
             if command.begins or command.whole:
-                kept.transition.copy_(layer.identity(memory.device).tensor)
+                kept.transition.copy_(layer.identity(memory.device))
                 kept.state.copy_(layer.state(slot))
                 if command.whole:
                     kept.columns.copy_(layer.columns(slot))
                 continue
-            heard: Any = self._listener.heard.pop((name, slot), None)
+            heard: Any = self.heard.pop((name, slot), None)
             if heard is None:
                 raise RuntimeError(f"{name} has computed tokens of a document, and its scan was not heard")
             transition = heard.after(layer.family(kept.transition))
@@ -378,3 +325,9 @@ class DocumentStates:
             if not bool(torch.isfinite(kept.state).all() and torch.isfinite(kept.columns).all()):
                 return f"{name}: its state holds NaN or infinity"
         return ""
+
+
+def _metadata(layer: Any) -> Any:
+    """Of the step that runs, for a layer of vLLM's; None while vLLM only tries its model."""
+    found = get_forward_context().attn_metadata
+    return found.get(layer.prefix) if isinstance(found, dict) else None
