@@ -1,4 +1,4 @@
-"""Registries: a method, a dataset, a splitter, a hybrid family is a file with a decorator, found by walking its folder.
+"""Registries: a method, a dataset, a benchmark is a file with a decorator, found by walking its folder.
 
 A registry knows the packages whose modules register its entries, and imports those at the first lookup. So a new entry
 is a new file, nothing else has to name it, and nothing is imported before somebody looks.

@@ -69,10 +69,6 @@ class CacheIndex(Generic[V]):
         clock: seconds, for expiry.
         freed: called with each entry that was dropped or evicted, once nobody uses it any more.
         dropped: called with each key that is removed, or whose time is over.
-
-    Attributes:
-        held: entries that were dropped in use: nobody finds them, but they take room.
-        expired: how many keys were dropped because their time was over.
     """
 
     def __init__(
@@ -86,8 +82,8 @@ class CacheIndex(Generic[V]):
         self.tiers, self.clock, self.freed, self.dropped = dict(tiers), clock, freed, dropped
         self.pins: Counter[str] = Counter()
         self.claims: dict[str, Claim] = {}
-        self.held: set[IndexEntry[V]] = set()
-        self.expired = 0
+        self.held: set[IndexEntry[V]] = set()  # dropped in use: nobody finds them, but they take room
+        self.expired = 0  # keys that were dropped because their time was over
 
     def get(self, key: str) -> IndexEntry[V] | None:
         """The uppermost entry of `key`; None if there is none, or its time is over."""
@@ -189,8 +185,7 @@ class CacheIndex(Generic[V]):
                 self.freed(entry)
         self.pins.pop(key, None)
         self.dropped(key)
-        claim = self.claims.get(key)
-        if claim is not None:
+        if (claim := self.claims.get(key)) is not None:
             claim.dropped = True
         return bool(entries) or claim is not None
 

@@ -73,24 +73,26 @@ class PICache(ABC):
         ):
             copied = moved(copied, there)  # other ones each by itself
         after = {**tensors, **copied}
-        return self._with({n: one.to("cpu" if one.dtype == torch.int64 else there) for n, one in after.items()})
+        return self._with(
+            tensors, {n: one.to("cpu" if one.dtype == torch.int64 else there) for n, one in after.items()}
+        )
 
     def standalone(self) -> Self:
         """The same values without gradients, and keeping alive no more memory than `nbytes`; self if it is so already.
 
         A slice of a batch keeps the whole batch alive, which no byte budget could account for.
         """
-        tensors = self.tensors()
+        tensors, after = self.tensors(), {}
         for name, tensor in tensors.items():
             own = tensor.detach() if tensor.requires_grad else tensor
-            tensors[name] = own if own.untyped_storage().nbytes() <= own.nbytes else own.clone()
-        return self._with(tensors)
+            after[name] = own if own.untyped_storage().nbytes() <= own.nbytes else own.clone()
+        return self._with(tensors, after)
 
-    def _with(self, tensors: Mapping[str, Tensor]) -> Self:
-        """A PICache of these tensors; self where they are its own."""
-        if all(tensors[name] is tensor for name, tensor in self.tensors().items()):
+    def _with(self, before: Mapping[str, Tensor], after: Mapping[str, Tensor]) -> Self:
+        """A PICache of other tensors; self where they are the same (some kinds make one anew at every `tensors`)."""
+        if all(after[name] is tensor for name, tensor in before.items()):
             return self
-        return self.from_tensors(self.fingerprint, tensors)
+        return self.from_tensors(self.fingerprint, after)
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}({self.num_tokens} tokens, {self.nbytes} bytes, {self.fingerprint!r})"

@@ -46,12 +46,8 @@ def check_scheme(scheme: object) -> str:
 def quantize(tensor: Tensor, scheme: str, dim: int = -1) -> tuple[Tensor, Tensor]:
     """Data and scales of a floating tensor [..., channels].
 
-    Args:
-        dim: along which four bits have groups.
-
-    Returns:
-        in eight bits [..., channels] and [..., 1]; in four [..., channels / 2] uint8, and the lowest numbers and steps:
-        in the tensor's shape, but for `dim`, which has groups, and a last dimension of two.
+    In eight bits [..., channels] and [..., 1]; in four [..., channels / 2] uint8, and lowest numbers and steps in the
+    tensor's shape, but for `dim`, which has groups, and a last dimension of two.
 
     Raises:
         ValueError: for an unknown scheme, values that are not finite, or four bits of an odd number of channels.
@@ -103,19 +99,12 @@ def _storable(scale: Tensor, wide: Tensor) -> Tensor:
 @register_kind
 @dataclass(frozen=True, eq=False, repr=False)
 class QuantizedPICache(PICache):
-    """Another PICache with its floating tensors in eight or four bits; integer tensors are kept as they are.
+    """Another PICache with its floating tensors in eight or four bits; integer tensors are kept as they are."""
 
-    Args:
-        inner: kind of the other PICache.
-        dtype: of its floating tensors.
-        data: every tensor by name, quantised or as it was.
-        scales: per name of a quantised tensor, its scales.
-    """
-
-    inner: str
-    dtype: torch.dtype
-    data: Mapping[str, Tensor]
-    scales: Mapping[str, Tensor]
+    inner: str  # kind of the other PICache
+    dtype: torch.dtype  # of its floating tensors
+    data: Mapping[str, Tensor]  # every tensor by name, quantised or as it was
+    scales: Mapping[str, Tensor]  # of the quantised ones
     kind: ClassVar[str] = "quantized"
 
     @property
@@ -158,14 +147,13 @@ def _grouped(name: str) -> int:
 def quantize_picache(picache: PICache, scheme: str, fingerprint: str) -> QuantizedPICache:
     """`picache` in eight or four bits, under a fingerprint of its own.
 
-    Raises:
-        ValueError: when it holds no floating tensor, floating tensors of several dtypes, or values that aren't finite.
+    Raises ValueError when it holds no floating tensor, some of several dtypes, or values that aren't finite.
     """
-    floating = {name: tensor for name, tensor in picache.tensors().items() if tensor.is_floating_point()}
-    dtypes = {tensor.dtype for tensor in floating.values()}
+    data, scales = picache.tensors(), {}
+    dtypes = {tensor.dtype for tensor in data.values() if tensor.is_floating_point()}
     if len(dtypes) != 1:
         raise ValueError(f"a {type(picache).__name__} holds floating tensors of {len(dtypes)} dtypes, expected one")
-    data, scales = dict(picache.tensors()), {}
-    for name, tensor in floating.items():
-        data[name], scales[name] = quantize(tensor, scheme, _grouped(name))
+    for name, tensor in list(data.items()):
+        if tensor.is_floating_point():
+            data[name], scales[name] = quantize(tensor, scheme, _grouped(name))
     return QuantizedPICache(fingerprint, picache.kind, dtypes.pop(), data, scales)

@@ -259,17 +259,17 @@ class PICacheStore:
         self.device = torch.device(device)
         self._device, self._host = MemoryTier(device_bytes, device), MemoryTier(host_bytes, "cpu")
         self._tiers: dict[str, MemoryTier | DiskTier] = {"device": self._device, "host": self._host}
-        if disk_path is not None:
-            self._tiers["disk"] = DiskTier(disk_bytes, Path(disk_path).expanduser())
+        disk = None if disk_path is None else DiskTier(disk_bytes, Path(disk_path).expanduser())
+        if disk is not None:
+            self._tiers["disk"] = disk
         self._index = CacheIndex(self._tiers, clock=clock, freed=lambda entry: self._tiers[entry.tier].freed(entry))
         self._changed = threading.Condition()
         self._misses = 0
-        if isinstance(disk := self._tiers.get("disk"), DiskTier):
-            evicted: list[tuple[StoreEntry, Claim]] = []
-            for entry in disk.found():
-                if not self._admit([entry], "disk", evicted):
-                    disk.freed(entry)
-            self._move_down(evicted)
+        evicted: list[tuple[StoreEntry, Claim]] = []
+        for entry in disk.found() if disk is not None else ():
+            if not self._admit([entry], "disk", evicted):
+                self._index.freed(entry)
+        self._move_down(evicted)
 
     def acquire(self, keys: Sequence[str], *, ttl_s: float | None = None) -> AcquiredPICaches:
         """Holds the PICaches of `keys` that are here, on the device; the caller compiles those that are `missing`.

@@ -37,12 +37,12 @@ class MemoryTier(Tier[Any]):
         return self.admits(entry.size)
 
     def put(self, entry: StoreEntry) -> StoreEntry:
-        """Keeps an entry of another tier: what is kept, and its size. On disk None where that failed, which is said."""
+        """Keeps an entry of another tier: what is kept, and its size. On disk None where that failed."""
         own = entry.value.to(self.device)
         return IndexEntry(entry.key, own.nbytes, own, entry.expires_at)
 
     def read(self, entry: StoreEntry) -> PICache:
-        """What is kept. On disk None where it can't be used, which is said."""
+        """What is kept. On disk None where it can't be used."""
         picache: PICache = entry.value
         return picache
 
@@ -53,23 +53,14 @@ class MemoryTier(Tier[Any]):
 class DiskTier(Tier[Any]):
     """PICaches in files of a private folder, which belongs to one process at a time.
 
-    Trouble is counted and said, and never takes a request with it. What expires isn't kept: nothing is to be found
-    after its time, not by the next process either.
-
-    Args:
-        folder: made with mode 0700 if absent.
-
-    Attributes:
-        counts: also "damaged" (unusable files met) and "write_errors" (files that could not be written).
-
-    Raises:
-        ValueError: `folder` can't be made or listed, or is open to others and not ours to close.
+    Trouble is counted (`TierStats`) and said, and never takes a request with it. What expires isn't kept: nothing is to
+    be found after its time, not by the next process either.
     """
 
     def __init__(self, budget: int | None, folder: Path) -> None:
         super().__init__(budget)
         self.folder = folder
-        self._said: set[int | None] = set()
+        self._said: set[int | None] = set()  # kinds of errors that were warned of
         private_folder(folder, SUFFIX)
 
     def found(self) -> list[StoreEntry]:
@@ -79,7 +70,6 @@ class DiskTier(Tier[Any]):
         return [IndexEntry(name.removesuffix(SUFFIX), stat.st_size, None, tier="disk") for stat, name in files]
 
     def path(self, entry: StoreEntry) -> Path:
-        """The file of an entry."""
         return self.folder / f"{entry.key}{SUFFIX}"
 
     def takes(self, entry: StoreEntry) -> bool:

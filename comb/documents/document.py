@@ -58,7 +58,7 @@ DocumentLike = str | Document | Mapping[str, Any]
 
 
 def as_document(item: DocumentLike) -> Document:
-    """A `Document`. Raises ValueError for what isn't `DocumentLike`."""
+    """Raises ValueError for what isn't `DocumentLike`."""
     if isinstance(item, Document):
         return item
     if isinstance(item, str):
@@ -290,13 +290,8 @@ class PromptBuilder:
     def complete(self, text: str, segments: Sequence[Sequence[int]] = (), *, add_special_tokens: bool = True) -> Prompt:
         """The prompt for raw text, whatever chat template there is: the tokens that the tokenizer makes of it.
 
-        Documents stand in front of it, but behind a BOS token or what else the tokenizer itself begins a text with.
-
-        Args:
-            add_special_tokens: whether the tokenizer adds such tokens, in front and behind.
-
-        Raises:
-            ValueError: for an empty text without a BOS token.
+        Documents stand in front of it, but behind a BOS token or what else the tokenizer itself begins a text with
+        (`add_special_tokens`). Raises ValueError for an empty text without a BOS token.
         """
         return self._raw(text, segments, add_special_tokens=add_special_tokens)
 

@@ -140,15 +140,13 @@ def split_document(tokenizer: Any, token_ids: Sequence[int], splitter: Splitter)
 def token_pieces(tokenizer: Any, token_ids: Sequence[int]) -> list[str]:
     """The text of every token, without tokenising anything again; joined, nearly the document's text.
 
-    Each distinct id is decoded behind an anchor token whose own text is taken off, since SentencePiece tokenizers drop
-    the space in front of the first word. Where a character is spread over several tokens, the last of them has it and
-    the others have no text.
+    Where a character is spread over several tokens, the last of them has it and the others have no text.
     """
     settings = {"skip_special_tokens": False, "clean_up_tokenization_spaces": False}
     distinct = list(dict.fromkeys(int(token) for token in token_ids))
     with lock_of(tokenizer):
         anchor = next(iter(tokenizer.encode("a", add_special_tokens=False)), None)
-    prefix = [] if anchor is None else [anchor]
+    prefix = [] if anchor is None else [anchor]  # in front of a first word SentencePiece tokenizers drop the space
     taken_off = len(tokenizer.decode(prefix, **settings)) if prefix else 0
     texts = tokenizer.batch_decode([[*prefix, token] for token in distinct], **settings)
     piece = {token: text[taken_off:] for token, text in zip(distinct, texts, strict=True)}
