@@ -6,7 +6,6 @@ a git-lfs pointer gives), so the files are looked at once loading has failed.
 
 from __future__ import annotations
 
-import fnmatch
 import json
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -24,17 +23,16 @@ from comb.backbones.tracebacks import DamagedError, raised_by_us
 from comb.backbones.transformers_private import conversion_errors, why_no_template
 from comb.files import read_json
 
-MODEL_FILES = ("config.json", "generation_config.json", "model*.safetensors*", "pytorch_model*", "adapter_*")
+_MODEL_FILES = ("config.json", "generation_config.json", "model*.safetensors*", "pytorch_model*", "adapter_*")
 TOKENIZER_FILES = (
     "tokenizer.*", "tokenizer_config.json", "special_tokens_map.json", "chat_template*", "added_tokens.json", "vocab.*",
     "merges.txt", "*.model", "tekken.json",
 )  # fmt: skip
-SETTINGS = ("config.json", "generation_config.json")
-TOKENIZER_SETTINGS = ("tokenizer_config.json", "special_tokens_map.json", "chat_template.jinja",
-                      "additional_chat_templates/*.jinja")  # fmt: skip
+_SETTINGS = ("config.json", "generation_config.json")
+_TOKENIZER_SETTINGS = ("tokenizer_config.json", "special_tokens_map.json", "chat_template.jinja",
+                       "additional_chat_templates/*.jinja")  # fmt: skip
 _AGAIN = "download or copy it again"
 _MEND = f"mend it there, or {_AGAIN}"
-
 # where a file of one of these is, there is a vocabulary
 _VOCABULARIES = ("tokenizer.json", "vocab.*", "*.model", "tekken.json", "tokenizer*.py", "*.tiktoken")
 
@@ -57,8 +55,8 @@ def explained(place: str | Path, *, tokenizer: bool = False) -> Iterator[None]:
         raise
     except Exception as error:
         # out of memory on a GPU says nothing of files; nor does an option that nobody knows
-        known = type(error).__name__ == "OutOfMemoryError" or "unexpected keyword argument" in str(error)
-        if known or isinstance(error, DamagedError):
+        foreign = type(error).__name__ == "OutOfMemoryError" or "unexpected keyword argument" in str(error)
+        if foreign or isinstance(error, DamagedError):
             raise
         folder = local_folder(place)
         # what comb's own classes say of a configuration's values is without its file
@@ -119,40 +117,36 @@ def local_folder(place: str | Path) -> Path | None:
     return Path(cached).parent if isinstance(cached, str) else None
 
 
-def is_tokenizer_file(name: str) -> bool:
-    """Whether a file of this name belongs to a tokenizer."""
-    return any(fnmatch.fnmatch(name, pattern) for pattern in TOKENIZER_FILES)
-
-
 def damage_in(folder: Path, *, tokenizer: bool = False) -> str | None:
     """The first file of a checkpoint that can't be right, why, and what to do; None if each looks well.
 
     Only headers of weights are read.
     """
-    patterns = ("config.json", *TOKENIZER_FILES) if tokenizer else MODEL_FILES
+    patterns = ("config.json", *TOKENIZER_FILES) if tokenizer else _MODEL_FILES
     chosen = sorted({path for pattern in patterns for path in folder.glob(pattern) if path.is_file()})
     if any((folder / name).is_file() for name in ("model.safetensors", "model.safetensors.index.json")):
         chosen = [path for path in chosen if not path.name.startswith("pytorch_model")]  # which nobody reads then
-    found = next((found for path in chosen if (found := damage_of(path)) is not None), None)
-    return found or (_no_vocabulary(folder) if tokenizer else None)
-
-
-def _no_vocabulary(folder: Path) -> str | None:
+    for path in chosen:
+        if (found := damage_of(path)) is not None:
+            return found
     settings = folder / "tokenizer_config.json"
-    if not settings.is_file() or any(path.is_file() for pattern in _VOCABULARIES for path in folder.glob(pattern)):
-        return None
-    kind = str(read_json(settings).get("tokenizer_class"))
-    if not kind.endswith(("Fast", "TokenizersBackend")):  # bytes need no vocabulary
-        return None
-    return f"{folder} has {settings.name} and no tokenizer.json, in which its tokens are: {_AGAIN}"
+    if tokenizer and settings.is_file():
+        kind = str(read_json(settings).get("tokenizer_class"))
+        # bytes need no vocabulary
+        needed = kind.endswith(("Fast", "TokenizersBackend"))
+        if needed and not any(path.is_file() for pattern in _VOCABULARIES for path in folder.glob(pattern)):
+            return f"{folder} has {settings.name} and no tokenizer.json, in which its tokens are: {_AGAIN}"
+    return None
 
 
-def check_settings(folder: Path, *, tokenizer: bool = False) -> None:
-    """Raises DamagedError for settings there that can't be right, of the model or its tokenizer.
+def check_settings(place: str | Path, *, tokenizer: bool = False) -> None:
+    """Raises DamagedError for settings of a checkpoint here that can't be right, of the model or its tokenizer.
 
     transformers goes on where it can't read them, or computes with what they say: another end of an answer, or NaN.
     """
-    for pattern in TOKENIZER_SETTINGS if tokenizer else SETTINGS:
+    if (folder := local_folder(place)) is None:
+        return
+    for pattern in _TOKENIZER_SETTINGS if tokenizer else _SETTINGS:
         for path in folder.glob(pattern):
             if (found := damage_of(path)) is not None:
                 raise DamagedError(found)
@@ -164,13 +158,11 @@ def check_files(place: str | Path, *, weights: bool = False) -> None:
     Args:
         weights: they must be there.
     """
-    folder = local_folder(place)
-    if weights and Path(place).is_dir() and (found := _no_weights(Path(place))) is not None:
-        raise DamagedError(found)
-    for tokenizer in (False, True):
-        if folder is not None and (found := damage_in(folder, tokenizer=tokenizer)) is not None:
-            raise DamagedError(found)
-    if folder is not None and (found := _refused(folder)) is not None:
+    if (folder := local_folder(place)) is None:
+        return
+    found = _no_weights(folder) if weights and Path(place).is_dir() else None
+    found = found or damage_in(folder) or damage_in(folder, tokenizer=True) or _refused(folder)
+    if found is not None:
         raise DamagedError(found)
 
 
@@ -193,20 +185,19 @@ def headers(folder: Path) -> dict[str, Tensor]:
         whole = (folder / name).is_file()
         shards = [name] if whole else sorted({*read_json(index)["weight_map"].values()}) if index.is_file() else []
         for shard in shards:
+            path = folder / shard
             with explained(folder):
-                found.update(_header(folder / shard))
+                if path.suffix == ".safetensors":
+                    with safe_open(path, framework="pt") as file:
+                        slices = {key: file.get_slice(key) for key in file.keys()}  # noqa: SIM118 - it is no mapping
+                        shapes = {key: part.get_shape() for key, part in slices.items()}
+                    found.update((key, torch.empty(shape, device="meta")) for key, shape in shapes.items())
+                else:
+                    held: Mapping[str, Any] = torch.load(path, map_location="meta", weights_only=True)
+                    found.update((key, value) for key, value in held.items() if isinstance(value, Tensor))
         if found:
             break
     return found
-
-
-def _header(path: Path) -> dict[str, Tensor]:
-    if path.suffix != ".safetensors":
-        held: Mapping[str, Any] = torch.load(path, map_location="meta", weights_only=True)
-        return {key: value for key, value in held.items() if isinstance(value, Tensor)}
-    with safe_open(path, framework="pt") as file:
-        slices = {key: file.get_slice(key) for key in file.keys()}  # noqa: SIM118 - it is no mapping
-        return {key: torch.empty(part.get_shape(), device="meta") for key, part in slices.items()}
 
 
 def damage_of(path: Path) -> str | None:
@@ -233,20 +224,16 @@ def damage_of(path: Path) -> str | None:
     # torch.save's formats: a zip file, and before that a pickle
     if head.startswith(b"PK") or path.suffix == ".bin":
         try:
-            _header(path)
+            torch.load(path, map_location="meta", weights_only=True).items()
         except Exception:  # its messages speak of options that nobody has here
             return f"{path} is damaged or cut off, it is no file of weights by torch.save: {_AGAIN}"
     if path.suffix == ".jinja":
-        return _damage_in_template(path)
+        try:
+            why = why_no_template(path.read_text(encoding="utf-8"))
+        except UnicodeDecodeError as error:
+            return f"{path} is not UTF-8 text ({error}): {_AGAIN}"
+        return why and f"{path} is no chat template ({why}): {_MEND}"
     return _damage_in_json(path) if path.suffix == ".json" else None
-
-
-def _damage_in_template(path: Path) -> str | None:
-    try:
-        template_error = why_no_template(path.read_text(encoding="utf-8"))
-    except UnicodeDecodeError as error:
-        return f"{path} is not UTF-8 text ({error}): {_AGAIN}"
-    return template_error and f"{path} is no chat template ({template_error}): {_MEND}"
 
 
 def _damage_in_json(path: Path) -> str | None:

@@ -7,7 +7,6 @@ embedding, a soft cap or a window would be lost without a word. So every key is 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
@@ -54,9 +53,6 @@ _ATTRIBUTES = {
 def check_read(reader: Any, model: Any, file: Path) -> None:
     """Compares all that a file says of its model with the model, and looks for tensors that it has no place for.
 
-    Args:
-        reader: the package gguf's, of the file.
-
     Raises:
         ValueError: for what was not read, by its key or name.
     """
@@ -71,8 +67,7 @@ def check_read(reader: Any, model: Any, file: Path) -> None:
         said.setdefault("rope.freq_base", 10_000.0)  # where a file is silent it is that
     remedy = "take the model as safetensors, from where it was published"
     for key, value in said.items():
-        read = _read(key, value, said, config)
-        if not _same(value, read):
+        if not _same(value, read := _read(key, value, said, config)):
             known = f", and would compute with {read!r}" if read is not None else ""
             raise ValueError(
                 f"{file} says {architecture}.{key} = {value!r}, which transformers {__version__} doesn't take from a "
@@ -80,8 +75,10 @@ def check_read(reader: Any, model: Any, file: Path) -> None:
             )
     tensors = {tensor.name: tensor for tensor in reader.tensors}
     unused = unused_gguf_tensors(model, architecture, tensors)
-    # factors of frequencies; they are 1 in models that scale nothing
-    if unused := [name for name in unused if name != "rope_freqs.weight" or not (tensors[name].data == 1).all()]:
+    # factors of frequencies, which are 1 in models that scale nothing
+    if "rope_freqs.weight" in unused and (tensors["rope_freqs.weight"].data == 1).all():
+        unused.remove("rope_freqs.weight")
+    if unused:
         raise ValueError(
             f"{file} has {len(unused)} weights ({', '.join(unused[:3])}{', ...' * (len(unused) > 3)}) that "
             f"transformers {__version__} doesn't take from a GGUF file of a {architecture}: {remedy}"
@@ -98,12 +95,80 @@ def _read(key: str, value: Any, said: dict[str, Any], config: Any) -> Any:
             return value  # there are no positions to run out of, or nothing of the kind
         neutral = {"logit_scale": 1.0, "embedding_scale": 1.0, "residual_scale": 1.0, "expert_weights_scale": 1.0}
         return neutral.get(key) if found is None else found
-    compared: Callable[..., Any] | None = _COMPUTED.get(key)
-    if compared is not None:
-        return compared(value, said, config)
+
+    def has(name: str) -> Any:
+        return getattr(config, name, None)
+
+    heads, rope = has("num_attention_heads") or has("n_head"), _rope(config)
+    head_dim = has("head_dim") or (config.hidden_size // heads if heads and isinstance(heads, int) else None)
+    widest = has("global_head_dim") or head_dim
+    match key:
+        case "attention.causal":
+            return True
+        case "attention.head_count_kv":
+            kv_heads = has("num_key_value_heads") or has("num_kv_heads") or heads
+            # a layer without attention has none
+            return [count and kv_heads for count in value] if isinstance(value, list) else kv_heads
+        case "attention.key_length":
+            return _one_of(value, has("global_head_dim"), head_dim)
+        case "attention.value_length":
+            return _one_of(value, has("global_head_dim"), has("v_head_dim"), head_dim)
+        case "attention.key_length_swa" | "attention.value_length_swa" | "rope.dimension_count_swa":
+            return head_dim
+        case "attention.scale":
+            width = has("query_pre_attn_scalar") or head_dim
+            computed = None if width is None else width**-0.5
+            return computed if has("attention_multiplier") is None else has("attention_multiplier")
+        case "attention.sliding_window":
+            wide = not value or value >= (said.get("context_length") or math.inf)
+            return value if wide else has("sliding_window")
+        case "attention.sliding_window_pattern" | "full_attention_interval":
+            if has("layer_types") is None:
+                return None
+            partial = [kind != "full_attention" for kind in has("layer_types")]  # the layers that see less
+            if isinstance(value, list) or not value:
+                return partial
+            # every so manieth sees everything
+            return value if partial == [bool(layer % value) for layer in range(1, len(partial) + 1)] else partial
+        case "expert_gating_func":
+            name = has("scoring_func") or "softmax"
+            return {"softmax": 1, "sigmoid": 2}.get(name, name) if value else value
+        case "rope.dimension_count":
+            factor = rope.get("partial_rotary_factor") or has("partial_rotary_factor") or 1.0
+            turned = None if widest is None else int(widest * factor)
+            return _one_of(value, turned, has("rotary_dim"), has("qk_rope_head_dim")) if rope else None
+        case "rope.dimension_sections":
+            sections = rope.get("mrope_section") or ()
+            return [*sections, *[0] * (len(value) - len(sections))]
+        case "rope.freq_base":
+            return rope.get("rope_theta")
+        case "rope.freq_base_swa":
+            return _rope(config, "sliding_attention").get("rope_theta")
+        case "rope.scaling.attn_factor":
+            return rope.get("attention_factor") or 1.0
     if key.startswith("rope.scaling.") or key in ("rope.scale", "rope.scale_linear"):
-        return _scaling(key, value, said, config)
+        factor = said.get("rope.scaling.factor", said.get("rope.scale_linear", said.get("rope.scale", 1.0)))
+        kind, read = said.get("rope.scaling.type", "linear"), rope.get("rope_type", "default")
+        if kind == "none" or (factor in (0, 1) and kind == "linear"):
+            return value if read == "default" else read
+        names = {"type": "rope_type", "original_context_length": "original_max_position_embeddings",
+                 "yarn_beta_fast": "beta_fast", "yarn_beta_slow": "beta_slow"}  # fmt: skip
+        name = names.get(key.removeprefix("rope.scaling."), "factor")
+        return rope.get(name) if read == kind else read if name == "rope_type" else None
     return None if value else value  # zero and false say that there is none
+
+
+def _one_of(said: Any, *found: Any) -> Any:
+    """What is said, if it was found, or else what was found first."""
+    values = [value for value in found if value is not None]
+    return said if said in values else next(iter(values), None)
+
+
+def _rope(config: Any, layers: str = "full_attention") -> dict[str, Any]:
+    """Parameters of the rotary embedding, of one kind of layers where these have different ones."""
+    rope = getattr(config, "rope_parameters", None) or {}
+    kinds = {name: part for name, part in rope.items() if isinstance(part, dict)}
+    return dict(kinds.get(layers, {}) if kinds else rope)
 
 
 def _same(said: Any, read: Any) -> bool:
@@ -114,110 +179,6 @@ def _same(said: Any, read: Any) -> bool:
     if isinstance(said, float) or isinstance(read, float):
         return isinstance(read, int | float) and math.isclose(said, read, rel_tol=1e-5, abs_tol=1e-12)
     return bool(said == read)
-
-
-def _head_dim(config: Any) -> int | None:
-    heads = getattr(config, "num_attention_heads", None) or getattr(config, "n_head", None)
-    found: int | None = getattr(config, "head_dim", None) or (config.hidden_size // heads if heads else None)
-    return found
-
-
-def _one_of(*found: Any) -> Callable[[Any], Any]:
-    values = [value for value in found if value is not None]
-    return lambda said: said if said in values else next(iter(values), None)
-
-
-def _rope(config: Any, layers: str = "full_attention") -> dict[str, Any]:
-    """Parameters of the rotary embedding, of one kind of layers where these have different ones."""
-    rope = getattr(config, "rope_parameters", None) or {}
-    kinds = {name: part for name, part in rope.items() if isinstance(part, dict)}
-    return dict(kinds.get(layers, {}) if kinds else rope)
-
-
-def _rotary_dim(said: int, _: dict[str, Any], config: Any) -> Any:
-    if not _rope(config):
-        return None
-    factor = _rope(config).get("partial_rotary_factor") or getattr(config, "partial_rotary_factor", None) or 1.0
-    head = getattr(config, "global_head_dim", None) or _head_dim(config)
-    dims = None if head is None else int(head * factor)
-    return _one_of(dims, getattr(config, "rotary_dim", None), getattr(config, "qk_rope_head_dim", None))(said)
-
-
-def _kv_heads(said: Any, _: dict[str, Any], config: Any) -> Any:
-    heads = getattr(config, "num_attention_heads", None) or getattr(config, "n_head", None)
-    read = getattr(config, "num_key_value_heads", None) or getattr(config, "num_kv_heads", None) or heads
-    # a layer without attention has none
-    return [count and read for count in said] if isinstance(said, list) else read
-
-
-def _window(said: Any, all_said: dict[str, Any], config: Any) -> Any:
-    longest = all_said.get("context_length") or math.inf
-    if not said or said >= longest:
-        return said
-    return getattr(config, "sliding_window", None)
-
-
-def _full_layers(said: Any, _: dict[str, Any], config: Any) -> Any:
-    """Which layers see less than everything; `said`, if that is all but every so manieth."""
-    kinds = getattr(config, "layer_types", None)
-    if kinds is None:
-        return None
-    other = [kind != "full_attention" for kind in kinds]
-    if isinstance(said, list):
-        return other
-    return said if said and other == [bool((layer + 1) % said) for layer in range(len(other))] else other
-
-
-def _attention_scale(_: Any, __: dict[str, Any], config: Any) -> Any:
-    if getattr(config, "attention_multiplier", None) is not None:
-        return config.attention_multiplier
-    width = getattr(config, "query_pre_attn_scalar", None) or _head_dim(config)
-    return None if width is None else width**-0.5
-
-
-def _gating(said: int, _: dict[str, Any], config: Any) -> Any:
-    name = getattr(config, "scoring_func", None) or "softmax"
-    return {"softmax": 1, "sigmoid": 2}.get(name, name) if said else said
-
-
-def _scaling(key: str, value: Any, said: dict[str, Any], config: Any) -> Any:
-    """Of a rotary embedding that is scaled, what of it was read."""
-    factor = said.get("rope.scaling.factor", said.get("rope.scale_linear", said.get("rope.scale", 1.0)))
-    kind = said.get("rope.scaling.type", "linear")
-    rope = _rope(config)
-    read = rope.get("rope_type", "default")
-    if key == "rope.scaling.attn_factor":
-        return rope.get("attention_factor") or 1.0
-    if kind == "none" or (factor in (0, 1) and kind == "linear"):
-        return value if read == "default" else read
-    names = {"type": "rope_type", "original_context_length": "original_max_position_embeddings",
-             "yarn_beta_fast": "beta_fast", "yarn_beta_slow": "beta_slow"}  # fmt: skip
-    name = names.get(key.removeprefix("rope.scaling."), "factor")
-    return rope.get(name) if read == kind else read if name == "rope_type" else None
-
-
-_COMPUTED: dict[str, Callable[..., Any]] = {
-    "attention.causal": lambda *_: True,
-    "attention.head_count_kv": _kv_heads,
-    "attention.key_length": lambda said, _, c: _one_of(getattr(c, "global_head_dim", None), _head_dim(c))(said),
-    "attention.value_length": lambda said, _, c: _one_of(
-        getattr(c, "global_head_dim", None), getattr(c, "v_head_dim", None), _head_dim(c)
-    )(said),
-    "attention.key_length_swa": lambda _, __, c: _head_dim(c),
-    "attention.value_length_swa": lambda _, __, c: _head_dim(c),
-    "attention.scale": _attention_scale,
-    "attention.sliding_window": _window,
-    "attention.sliding_window_pattern": _full_layers,
-    "expert_gating_func": _gating,
-    "full_attention_interval": _full_layers,
-    "rope.dimension_count": _rotary_dim,
-    "rope.dimension_count_swa": lambda _, __, c: _head_dim(c),
-    "rope.dimension_sections": lambda said, _, c: [
-        *(_rope(c).get("mrope_section") or ()), *[0] * (len(said) - len(_rope(c).get("mrope_section") or ()))
-    ],
-    "rope.freq_base": lambda _, __, c: _rope(c).get("rope_theta"),
-    "rope.freq_base_swa": lambda _, __, c: _rope(c, "sliding_attention").get("rope_theta"),
-}  # fmt: skip
 
 
 def keep_special_tokens(reader: Any, tokenizer: Any, file: Path) -> None:
@@ -232,15 +193,10 @@ def keep_special_tokens(reader: Any, tokenizer: Any, file: Path) -> None:
         if field is None or token is None:
             continue
         wanted = bool(field.contents())
-        if _adds(tokenizer, token, place) != wanted:
+        if (tokenizer("a")["input_ids"][place] == token) != wanted:
             setattr(tokenizer, f"add_{end}_token", wanted)
-        if _adds(tokenizer, token, place) != wanted:
+        if (tokenizer("a")["input_ids"][place] == token) != wanted:
             raise ValueError(
                 f"{file} says tokenizer.ggml.add_{end}_token = {wanted}, and transformers' {type(tokenizer).__name__} "
                 "doesn't take it from there: take the model as safetensors, from where it was published"
             )
-
-
-def _adds(tokenizer: Any, token: int, place: int) -> bool:
-    ids: Iterable[int] = tokenizer("a")["input_ids"]
-    return bool(list(ids)[place] == token)

@@ -11,23 +11,11 @@ from typing import Any
 
 import torch
 from torch import nn
-from transformers import (
-    MODEL_FOR_CAUSAL_LM_MAPPING,
-    AutoConfig,
-    AutoModelForCausalLM,
-    PreTrainedModel,
-)
+from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AutoConfig, AutoModelForCausalLM, PreTrainedModel
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 from comb.backbones import backbones
-from comb.backbones.damage import (
-    check_files,
-    check_settings,
-    damage_of,
-    explained,
-    headers,
-    local_folder,
-)
+from comb.backbones.damage import check_files, check_settings, damage_of, explained, headers, local_folder
 from comb.backbones.gguf import SUFFIX, convert, gguf_file
 from comb.backbones.settings import PEFT
 from comb.backbones.tracebacks import DamagedError
@@ -118,16 +106,13 @@ def trained_quantised(config: Any, backbone: str | Path) -> Any:
 
 
 def load_config(name: str | Path, kind: Any = AutoConfig, **options: Any) -> Any:
-    """A model's configuration by its name. Raises OSError or ValueError with the file and what to do.
-
-    Args:
-        kind: the class of it, where it must be that.
+    """A model's configuration, of the class `kind`, by its name. Raises OSError or ValueError with the file and what to
+    do.
     """
     place = resolve_name(name)
     with explained(place):
         config = kind.from_pretrained(place, **options)
-    if (folder := local_folder(place)) is not None:
-        check_settings(folder)
+    check_settings(place)
     return config
 
 
@@ -144,9 +129,8 @@ def load_model(name: str | Path, **options: Any) -> Any:
     place = resolve_name(name)
     if (tuned := Path(place) / PEFT).is_file():  # the report is of what it adds
         _check_base(tuned)
-    folder = local_folder(place)
-    if folder is not None:
-        check_settings(folder)
+    check_settings(place)
+    there = local_folder(place) is not None
     with explained(place):
         # what is missing or doesn't fit is left as it was initialised, and transformers says so in its log alone
         model, report = AutoModelForCausalLM.from_pretrained(
@@ -154,8 +138,8 @@ def load_model(name: str | Path, **options: Any) -> Any:
         )
     check_whole(model, report, place)
     check_finite(model, place)
-    if folder is None and (folder := local_folder(place)) is not None:  # they came from the Hub
-        check_settings(folder)
+    if not there:  # they came from the Hub just now
+        check_settings(place)
     return model
 
 
@@ -222,8 +206,7 @@ def load_backbone(
         OSError: when nothing is found under that name, saying where it was looked for.
     """
     if isinstance(name_or_model, nn.Module):
-        unused = sorted([*kwargs, *(["revision"] if revision is not None else [])])
-        if unused:
+        if unused := sorted([*kwargs, *(["revision"] if revision is not None else [])]):
             raise ValueError(
                 f"{', '.join(unused)} can't apply to a backbone that is loaded already: leave it out, or give the "
                 "backbone by name"
@@ -241,20 +224,20 @@ def load_backbone(
     return model
 
 
-# Does this CPU multiply 16-bit numbers, or does torch do it for it, several times slower than in float32? Most without
-# AVX512-BF16 or AMX don't, and most checkpoints on the Hub are in bfloat16. Measured, not looked up: names of
-# instructions say little of what torch makes of them.
+# --- does this CPU multiply 16-bit numbers, or does torch do it for it, several times slower than in float32? -----
+# Most without AVX512-BF16 or AMX don't, and most checkpoints on the Hub are in bfloat16. Measured, not looked up: names
+# of instructions say little of what torch makes of them.
 
 NOTICED = 10_000_000
 """Parameters from which on a model is slow enough for it to matter."""
 
 
 @functools.cache
-def slowdown(dtype: torch.dtype, size: int = 256) -> float:
+def slowdown(dtype: torch.dtype) -> float:
     """How many times as long a linear layer takes a core of this CPU in `dtype` as in float32; best of eight each."""
 
     def seconds(of: torch.dtype) -> float:
-        a = torch.ones(size, size, dtype=of)
+        a = torch.ones(256, 256, dtype=of)
         took = []
         for _ in range(8):
             start = time.perf_counter()

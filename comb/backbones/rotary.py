@@ -1,9 +1,7 @@
 """Rotary embeddings as a model computes them: cosines and sines are asked of the modules that return them.
 
 Buffers don't say what a module does with them: LongRoPE has other frequencies and magnitudes beyond a length, dynamic
-NTK others at every length, and some modules compute their own in every pass.
-
-Shapes: T tokens, m rotated pairs.
+NTK others at every length, and some modules compute their own in every pass. Shapes: T tokens, m rotated pairs.
 """
 
 from __future__ import annotations
@@ -134,23 +132,38 @@ def why_length_dependent(model: Any) -> str:
 
 def tabulated_embeddings(model: Any) -> list[RotaryEmbedding]:
     """Guesses for attention that turns keys by itself: inverse frequencies in buffers, or as GPT-J computes them."""
-    buffers = [
-        buffer
+    found = [
+        buffer.detach().double()
         for module in model.modules()
         for name, buffer in module.named_buffers(recurse=False)
         if name.endswith("inv_freq") and buffer.ndim == 1
     ]
+    if not found:  # models that keep a table of sines (GPT-J, CodeGen): base 10000 over their rotary width
+        config = model.config.get_text_config(decoder=True)
+        heads = getattr(config, "num_attention_heads", None)
+        widths = {getattr(config, "rotary_dim", None), getattr(config, "head_dim", None)}
+        if heads and getattr(config, "hidden_size", None):
+            widths.add(config.hidden_size // heads)
+        for width in sorted(width for width in widths if isinstance(width, int) and width > 1):
+            exponents = torch.arange(0, width, 2, dtype=torch.int64) / width
+            found.append((1.0 / 10_000**exponents).double())
     distinct: list[Tensor] = []
-    for frequencies in [buffer.detach().double() for buffer in buffers] or list(_by_formula(model)):
+    for frequencies in found:
         if not any(torch.equal(frequencies, other) for other in distinct):
             distinct.append(frequencies)
     return [RotaryEmbedding(partial(_by_frequency, frequencies)) for frequencies in distinct]
 
 
+def _by_frequency(frequencies: Tensor, positions: Tensor) -> Turns:
+    angles = positions.double()[:, None] * frequencies.to(positions.device)
+    return angles.cos(), angles.sin()
+
+
 def embedding_of(module: nn.Module, longest: int) -> RotaryEmbedding | None:
     """Of a module that is called as transformers calls its own, over `longest` positions; None for any other."""
+    where = torch.zeros(1, 1, dtype=torch.long)
     try:
-        return _Call(module, (_Hidden(1, 1, torch.float32), _Positions((1,))), {}).embedding(longest)
+        return _Call(module, (_argument(torch.zeros(1, 1, 1), where), _argument(where, where)), {}).embedding(longest)
     except (AssertionError, AttributeError, IndexError, KeyError, RuntimeError, TypeError, ValueError):
         return None
 
@@ -165,8 +178,8 @@ def _returned(model: Any) -> Iterator[RotaryEmbedding]:
     def note(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
         turns = _pair(output, where.shape[1])
         if turns is not None and _turn(*turns) and any(_is(where, each) for each in (*args, *kwargs.values())):
-            like = {name: _like(each, where) for name, each in kwargs.items()}
-            calls.append(_Call(module, tuple(_like(each, where) for each in args), like))
+            named = {name: _argument(each, where) for name, each in kwargs.items()}
+            calls.append(_Call(module, tuple(_argument(each, where) for each in args), named))
 
     with exclusive(model):
         handles = [module.register_forward_hook(note, with_kwargs=True) for module in model.modules()]
@@ -186,50 +199,25 @@ def _returned(model: Any) -> Iterator[RotaryEmbedding]:
                 yield embedding
 
 
-@dataclass(frozen=True)
-class _Positions:
-    """An argument that is the positions of a pass, once or for every axis of an image: [*leading, T]."""
-
-    leading: tuple[int, ...]
-
-    def of(self, positions: Tensor) -> Tensor:
-        return positions.expand(*self.leading, len(positions))
-
-
-@dataclass(frozen=True)
-class _Hidden:
-    """Hidden states [*leading, T, width], of which a module reads dtype and device."""
-
-    axes: int
-    width: int
-    dtype: torch.dtype
-
-    def of(self, positions: Tensor) -> Tensor:
-        zero = torch.zeros(1, dtype=self.dtype, device=positions.device)
-        return zero.expand(*(1,) * self.axes, len(positions), self.width)
-
-
 @dataclass(frozen=True, eq=False)
 class _Call:
     """A call of a module, to be made with other positions.
 
     Args:
+        args, kwargs: that give its arguments for positions [T].
         each: the channels in which the turns of all pairs are, each once.
     """
 
     module: nn.Module
-    args: tuple[Any, ...]
-    kwargs: dict[str, Any]
+    args: tuple[Callable[[Tensor], Any], ...]
+    kwargs: dict[str, Callable[[Tensor], Any]]
     each: slice = field(default_factory=lambda: slice(None))
 
     def __call__(self, positions: Tensor) -> Turns:
         tensors = (*self.module.buffers(), *self.module.parameters())
         positions = on_device(positions, next((tensor.device for tensor in tensors), positions.device))
-
-        def give(value: Any) -> Any:
-            return value.of(positions) if isinstance(value, _Positions | _Hidden) else value
-
-        args, kwargs = map(give, self.args), {name: give(value) for name, value in self.kwargs.items()}
+        args = [argument(positions) for argument in self.args]
+        kwargs = {name: argument(positions) for name, argument in self.kwargs.items()}
         found = _pair(self.module(*args, **kwargs), len(positions))
         assert found is not None
         return found[0][:, self.each], found[1][:, self.each]
@@ -256,16 +244,21 @@ class _Call:
         return RotaryEmbedding(call, _limit(twin, 2 * longest), self.module, _counts(twin, min(2 * longest, 2**16)))
 
 
+def _first_turns(ask: Callable[[Tensor], Turns], positions: Tensor) -> Turns | None:
+    """Of the first few positions, in a pass over more; None for one that is longer than a module's table."""
+    try:
+        ask(torch.tensor([0]))  # modules that keep the longest pass in mind forget it
+        cos, sin = ask(positions)
+    except (IndexError, RuntimeError, ValueError, AssertionError):
+        return None
+    return cos[: len(_FEW)], sin[: len(_FEW)]
+
+
 def _limit(ask: Callable[[Tensor], Turns], most: int) -> int | None:
     """The number of positions, up to `most`, beyond which the first few get other turns."""
 
     def first(length: int) -> Turns | None:
-        try:
-            ask(torch.tensor([0]))  # modules that keep the longest pass in mind forget it
-            cos, sin = ask(torch.tensor([*_FEW, length - 1]))
-        except (IndexError, RuntimeError, ValueError, AssertionError):
-            return None  # longer than its table
-        return cos[:-1], sin[:-1]
+        return _first_turns(ask, torch.tensor([*_FEW, length - 1]))
 
     same, other = len(_FEW) + 1, None
     if (short := first(same)) is None:
@@ -291,15 +284,11 @@ def _limit(ask: Callable[[Tensor], Turns], most: int) -> int | None:
 
 def _counts(ask: Callable[[Tensor], Turns], length: int) -> bool:
     """Whether the first few of so many tokens get other turns than they do beside the last one alone."""
-    found = []
-    for positions in (torch.arange(length), torch.tensor([*_FEW, length - 1])):
-        try:
-            ask(torch.tensor([0]))
-            cos, sin = ask(positions)
-        except (IndexError, RuntimeError, ValueError, AssertionError):
-            return False  # longer than its table
-        found.append((cos[: len(_FEW)], sin[: len(_FEW)]))
-    return not all(torch.allclose(one, other, atol=1e-5) for one, other in zip(*found, strict=True))
+    among = _first_turns(ask, torch.arange(length))
+    beside = _first_turns(ask, torch.tensor([*_FEW, length - 1]))
+    if among is None or beside is None:
+        return False
+    return not all(torch.allclose(one, other, atol=1e-5) for one, other in zip(among, beside, strict=True))
 
 
 def _pair(output: Any, tokens: int) -> Turns | None:
@@ -332,32 +321,20 @@ def _is(where: Tensor, given: Any) -> bool:
     return fits and bool((given.to(where.device) == where).all())
 
 
-def _like(given: Any, where: Tensor) -> Any:
-    """What stands for the argument of a pass over `where` [1, T] in a pass over other positions."""
-    if isinstance(given, Tensor) and _is(where, given):
-        return _Positions(given.shape[:-1])
-    if isinstance(given, Tensor) and given.is_floating_point():
-        # in float32 what is returned isn't rounded to 16 bits
-        return _Hidden(max(given.ndim - 2, 0), given.shape[-1], torch.promote_types(given.dtype, torch.float32))
-    return given
+def _argument(given: Any, where: Tensor) -> Callable[[Tensor], Any]:
+    """From an argument of a pass over `where` [1, T], what gives that of a pass over other positions [T]."""
+    if _is(where, given):
+        return lambda positions: positions.expand(*given.shape[:-1], len(positions))
+    if not isinstance(given, Tensor) or not given.is_floating_point():
+        return lambda _: given
+    # hidden states, of which a module reads dtype and device; in float32 what is returned isn't rounded to 16 bits
+    axes, width, dtype = max(given.ndim - 2, 0), given.shape[-1], torch.promote_types(given.dtype, torch.float32)
+
+    def hidden(positions: Tensor) -> Tensor:
+        return torch.zeros(1, dtype=dtype, device=positions.device).expand(*(1,) * axes, len(positions), width)
+
+    return hidden
 
 
 def _same(one: Turns, other: Turns) -> bool:
     return all(torch.equal(a, b) for a, b in zip(one, other, strict=True))
-
-
-def _by_frequency(frequencies: Tensor, positions: Tensor) -> Turns:
-    angles = positions.double()[:, None] * frequencies.to(positions.device)
-    return angles.cos(), angles.sin()
-
-
-def _by_formula(model: Any) -> Iterator[Tensor]:
-    """Models that keep a table of sines (GPT-J, CodeGen): base 10000 over their rotary width."""
-    config = model.config.get_text_config(decoder=True)
-    heads = getattr(config, "num_attention_heads", None)
-    widths = {getattr(config, "rotary_dim", None), getattr(config, "head_dim", None)}
-    if heads and getattr(config, "hidden_size", None):
-        widths.add(config.hidden_size // heads)
-    for width in sorted(width for width in widths if isinstance(width, int) and width > 1):
-        exponents = torch.arange(0, width, 2, dtype=torch.int64) / width
-        yield (1.0 / 10_000**exponents).double()

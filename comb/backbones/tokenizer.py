@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fnmatch
 import hashlib
 import json
 import logging
@@ -13,7 +14,7 @@ from typing import Any
 
 from transformers import AutoTokenizer
 
-from comb.backbones.damage import check_settings, explained, is_tokenizer_file, local_folder
+from comb.backbones.damage import TOKENIZER_FILES, check_settings, explained, local_folder
 from comb.backbones.identity import backbone_of
 from comb.backbones.loading import HUB_ARGUMENTS, backbone_beside, resolve_name
 from comb.documents.rendering import TEMPLATE_RESERVED
@@ -47,8 +48,7 @@ def load_tokenizer(
     backbone = getattr(getattr(model, "config", None), "backbone_name_or_path", "")
     if not Path(place).is_dir() or _has_tokenizer(place):
         try:
-            if (folder := local_folder(place)) is not None:
-                check_settings(folder, tokenizer=True)
+            check_settings(place, tokenizer=True)
             with explained(place, tokenizer=True):
                 tokenizer = AutoTokenizer.from_pretrained(place, **hub)
         except (OSError, ValueError):
@@ -98,7 +98,9 @@ def set_template_defaults(tokenizer: Any, arguments: Mapping[str, Any]) -> None:
 
 def _has_tokenizer(place: str) -> bool:
     folder = local_folder(place)
-    return folder is not None and any(is_tokenizer_file(path.name) for path in folder.iterdir())
+    return folder is not None and any(
+        fnmatch.fnmatch(path.name, pattern) for path in folder.iterdir() for pattern in TOKENIZER_FILES
+    )
 
 
 def check_tokenizer(model: Any, tokenizer: Any) -> None:

@@ -18,6 +18,7 @@ import sys
 import threading
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 from torch import nn
@@ -59,18 +60,15 @@ def wrapped_functions(
     """
     thread = threading.get_ident()
 
-    def here_only(function: Callable[..., Any], wrapped: Callable[..., Any]) -> Callable[..., Any]:
-        def call(*args: Any, **kwargs: Any) -> Any:
-            return (wrapped if threading.get_ident() == thread else function)(*args, **kwargs)
-
-        return call
+    def call(function: Callable[..., Any], wrapped: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
+        return (wrapped if threading.get_ident() == thread else function)(*args, **kwargs)
 
     with _replacing:
         files = {type(module).__module__: _file_of(module) for module in model.modules()}
         places = [(file, name, file[name]) for file in files.values() for name in names if callable(file.get(name))]
         try:
             for file, name, function in places:
-                file[name] = here_only(function, wrap(name, function))
+                file[name] = partial(call, function, wrap(name, function))
             yield
         finally:
             for file, name, function in places:
