@@ -79,10 +79,7 @@ class Comb(Method):
 
     def link_batch(self, rows: Sequence[LinkRequest]) -> DecodeState:
         """Left-padded rows of the decoder's own tokens, and what they read. One row goes on from its cached head."""
-        prompts = [_own(row) for row in rows]
-        for row, prompt in zip(rows, prompts, strict=True):
-            self._check(row)
-            self.check_prompt(0, len(prompt))
+        prompts = [self._prompt(row) for row in rows]
         # the last token always reads: what is asked about documents stands behind them
         heads = [min(len(row.head_ids), len(prompt) - 1) if row.picaches else 0
                  for row, prompt in zip(rows, prompts, strict=True)]  # fmt: skip
@@ -107,10 +104,7 @@ class Comb(Method):
 
     def continue_row(self, past: PastState, row: LinkRequest) -> DecodeState:
         """The query goes on; `row` is whole, with all documents of the conversation."""
-        self._check(row)
-        prompt = _own(row)
-        self.check_prompt(0, len(prompt))
-        state = self.continue_tokens(past, prompt[len(past.token_ids) :])
+        state = self.continue_tokens(past, self._prompt(row)[len(past.token_ids) :])
         state.model = self.model
         return self._reading(state, [row])
 
@@ -120,13 +114,12 @@ class Comb(Method):
             state.documents = [list(row.picaches) for row in rows]
         return state
 
-    def _check(self, row: LinkRequest) -> None:
+    def _prompt(self, row: LinkRequest) -> list[int]:
+        """The tokens of a row that aren't documents'. Raises ValueError for another model's, and too many of them."""
         for picache in row.picaches:
             if not isinstance(picache, CrossPICache):
                 raise ValueError(f"method 'comb' links CrossPICaches, got a {type(picache).__name__}")
             self.model.check_picache(picache)
-
-
-def _own(row: LinkRequest) -> list[int]:
-    """The tokens of a row that aren't documents'."""
-    return list(chain.from_iterable(row.fresh))
+        prompt = list(chain.from_iterable(row.fresh))
+        self.check_prompt(0, len(prompt))
+        return prompt
