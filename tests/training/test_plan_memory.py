@@ -29,7 +29,7 @@ from comb_training.plan.memory import (
     other_ways,
 )
 from comb_training.trainer.losses import target_logits_only, target_loss
-from comb_training.trainer.sampler import batch_sampler
+from comb_training.trainer.sampler import BatchSampler
 
 SIZES = {
     "vocab_size": 128, "hidden_size": 64, "intermediate_size": 160, "num_hidden_layers": 4, "num_attention_heads": 4,
@@ -196,7 +196,7 @@ def test_activations_behind_a_front_are_within_the_stated_factor(case: str) -> N
             target_loss(model(**batch), labels).backward()
 
     step()  # gradients are there from now on
-    sampler = batch_sampler(examples, TrainConfig(method="linktokens", batch_size=len(examples)))
+    sampler = BatchSampler(examples, TrainConfig(method="linktokens", batch_size=len(examples)))
     size = PassSize.of_data(sampler, examples, model)
     assert (size.rows, size.queries) == (len(examples), batch["input_ids"].numel())
     peak = peak_memory("cpu", step)

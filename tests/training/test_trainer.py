@@ -27,7 +27,7 @@ from comb_training.trainer.checkpoints import (
 )
 from comb_training.trainer.losses import target_loss
 from comb_training.trainer.optimizer import LearningRateSchedule, adamw, total_steps
-from comb_training.trainer.sampler import batch_sampler
+from comb_training.trainer.sampler import BatchSampler
 from comb_training.trainer.trainer import CombTrainer
 from tests.helpers.training import TOKENIZER, backbone, comb_model, examples, trainer
 
@@ -56,7 +56,7 @@ def test_loss_and_gradients_do_not_depend_on_the_split_into_batches(tmp_path: Pa
     loss, gradients = one_step(tmp_path, 12, 1)
     assert {name.split(".")[0] for name in gradients} == {"encoder", "cross_blocks"}
     buckets = {"batch_query_tokens": 40, "batch_document_tokens": 30}
-    batches = len(batch_sampler(examples(), TrainConfig(batch_size=12, **buckets)))
+    batches = len(BatchSampler(examples(), TrainConfig(batch_size=12, **buckets)))
     assert batches > 3
     # (5, 3) ends with a batch of two; the last one sorts by length
     for batch_size, accumulation, budget in ((6, 2, {}), (3, 4, {}), (5, 3, {}), (12, batches, buckets)):

@@ -208,8 +208,8 @@ class ConfiguredSide:
                 text = by_id[tokens[place].id]
                 id = f"{name}{f'@{turn + 1}' if turn else ''}/{text.id}"
                 mixed.append((replace(tokens[place], id=id), replace(text, id=id, group=f"{name}/{text.group}")))
-        sets = {name: counts for name, (_, _, counts) in found.items()}
-        return mixed, Counts(read=sum(counts.read for counts in sets.values()), sets=sets)
+        by_set = {name: counts for name, (_, _, counts) in found.items()}
+        return mixed, Counts(read=sum(counts.read for counts in by_set.values()), sets=by_set)
 
 
 def _unique(examples: Sequence[Example]) -> list[Example]:

@@ -29,7 +29,7 @@ from comb_training.plan.memory import FACTOR, GpuMemory, PassSize, deepspeed_set
 from comb_training.trainer import distributed
 from comb_training.trainer.optimizer import UNLIMITED_STEPS, total_steps
 from comb_training.trainer.prepare import tokenized
-from comb_training.trainer.sampler import batch_sampler
+from comb_training.trainer.sampler import BatchSampler
 
 EXPLANATION = (
     "Weights and states are exact for one process. Activations are an estimate for softmax attention and gated MLPs, "
@@ -147,7 +147,7 @@ def _add_data(result: Plan, model: Trained) -> None:
     result.sets = statistics_by_set(examples) if config.data.mixture else {}
     if config.data.questions_per_row > 1:
         examples = join_questions(examples, config.data.questions_per_row, builder)
-    sampler = batch_sampler(examples, config.train, ranks=result.ranks)
+    sampler = BatchSampler(examples, config.train, ranks=result.ranks)
     result.steps = total_steps(config.train, sampler.steps_per_epoch)
     result.size = PassSize.of_data(sampler, examples, model)
 

@@ -6,8 +6,9 @@ batch however many questions are about it, a query token passes the backbone.
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Sequence
-from dataclasses import dataclass
+from itertools import chain
 
 import torch
 from torch import Generator
@@ -21,54 +22,13 @@ WINDOW = 64
 """Batches whose examples are sorted by length together: much less padding, and still an order that chance decides."""
 
 
-@dataclass(frozen=True)
-class Budget:
-    """What one forward pass may hold.
-
-    Args:
-        rows: questions.
-        document_tokens: tokens of different documents (each is encoded once per pass); None: no limit.
-        query_tokens: questions times tokens of the longest one, query and answer; None: no limit.
-    """
-
-    rows: int
-    document_tokens: int | None = None
-    query_tokens: int | None = None
-
-    @property
-    def buckets(self) -> bool:
-        """Whether lengths matter."""
-        return self.document_tokens is not None or self.query_tokens is not None
-
-    def holds(self, rows: int, documents: set[tuple[int, ...]], longest: int) -> bool:
-        """Whether so many rows over these documents fit, the longest of `longest` tokens."""
-        return (
-            rows <= self.rows
-            and (self.document_tokens is None or sum(map(len, documents)) <= self.document_tokens)
-            and (self.query_tokens is None or rows * longest <= self.query_tokens)
-        )
-
-    def check(self, example: TrainingExample) -> None:
-        """Raises ValueError for an example that fits into no pass."""
-        for name, limit, tokens in (
-            ("document", self.document_tokens, sum(map(len, set(example.segments)))),
-            ("query", self.query_tokens, row_length(example)),
-        ):
-            if limit is not None and tokens > limit:
-                raise ValueError(
-                    f"example {example.id} alone has {tokens} {name} tokens, more than train.batch_{name}_tokens="
-                    f"{limit} of a whole batch: raise that, or shorten the data (data.num_documents, "
-                    "data.max_document_tokens, data.max_query_tokens)"
-                )
-
-
 def row_length(example: TrainingExample) -> int:
     """Tokens of the decoder's row: the prompt without documents, and the answer."""
     return len(example.prompt.query) + len(example.target)
 
 
 class BatchSampler:
-    """Batches of example indices within a `Budget`; every example comes once per epoch (but see `left_out`).
+    """Batches of example indices within the run's budgets; every example comes once per epoch (but see `left_out`).
 
     - Questions over the same documents stand together (at most `TOGETHER` of them), so that documents are encoded once.
     - With token budgets, examples of like length share a batch (sorted within windows of `WINDOW` batches).
@@ -77,6 +37,9 @@ class BatchSampler:
       are of like length.
     - The order is a function of seed and epoch alone, so that resuming in the middle of an epoch is exact.
 
+    Args:
+        ranks, accumulation: this run's unless others are named.
+
     Raises:
         ValueError: for an example over the budget, or fewer examples than one step needs.
     """
@@ -84,23 +47,35 @@ class BatchSampler:
     def __init__(
         self,
         examples: Sequence[TrainingExample],
-        budget: Budget,
+        config: TrainConfig,
         *,
-        seed: int = 0,
-        ranks: int = 1,
-        accumulation: int = 1,
+        ranks: int | None = None,
+        accumulation: int | None = None,
     ) -> None:
+        method = training_method(config.method)
+        examples = [method.row(example) for example in examples]
+        ranks = distributed.world_size() if ranks is None else ranks
+        accumulation = config.gradient_accumulation_steps if accumulation is None else accumulation
         for example in examples:
-            budget.check(example)
+            for name, limit, tokens in (
+                ("document", config.batch_document_tokens, sum(map(len, set(example.segments)))),
+                ("query", config.batch_query_tokens, row_length(example)),
+            ):
+                if limit is not None and tokens > limit:
+                    raise ValueError(
+                        f"example {example.id} alone has {tokens} {name} tokens, more than train.batch_{name}_tokens="
+                        f"{limit} of a whole batch: raise that, or shorten the data (data.num_documents, "
+                        "data.max_document_tokens, data.max_query_tokens)"
+                    )
         if len(examples) < ranks * accumulation:
             raise ValueError(
                 f"{len(examples)} examples are too few: each optimizer step takes {ranks} rank(s) x {accumulation} "
                 "forward passes with at least one example; lower train.gradient_accumulation_steps"
             )
-        self.budget = budget
+        self._config = config
+        self._buckets = config.batch_document_tokens is not None or config.batch_query_tokens is not None
         self._examples = examples
         self._groups = by_documents(examples)
-        self._seed = seed
         self._ranks = ranks
         self._unit = ranks * accumulation
         batches = len(self._pack(self._generator(0)))
@@ -133,7 +108,7 @@ class BatchSampler:
             place = max(range(len(packed)), key=lambda place: (len(packed[place]) > 1, self._cost(packed[place])))
             batch = packed[place]
             packed[place : place + 1] = [batch[: len(batch) // 2], batch[len(batch) // 2 :]]
-        if not self.budget.buckets:
+        if not self._buckets:
             return packed
         # what the ranks do at the same time costs alike; which rank gets what, and when, is chance
         packed.sort(key=self._cost)
@@ -145,7 +120,7 @@ class BatchSampler:
         ]
 
     def _generator(self, epoch: int) -> Generator:
-        return torch.Generator().manual_seed(self._seed * 1_000_003 + epoch)
+        return torch.Generator().manual_seed(self._config.seed * 1_000_003 + epoch)
 
     def _pack(self, generator: Generator) -> list[list[int]]:
         """The examples in batches within the budget, as few as come of themselves."""
@@ -154,20 +129,26 @@ class BatchSampler:
             order = [group[place] for place in torch.randperm(len(group), generator=generator).tolist()]
             blocks += [order[start : start + TOGETHER] for start in range(0, len(order), TOGETHER)]
         blocks = [blocks[place] for place in torch.randperm(len(blocks), generator=generator).tolist()]
-        if self.budget.buckets:
-            size = max(1, WINDOW * self.budget.rows // TOGETHER)
+        if self._buckets:
+            size = max(1, WINDOW * self._config.batch_size // TOGETHER)
             windows = [blocks[start : start + size] for start in range(0, len(blocks), size)]
             blocks = [block for window in windows for block in sorted(window, key=self._longest)]
+        most = self._config.batch_size
+        most_document_tokens = self._config.batch_document_tokens or sys.maxsize
+        most_query_tokens = self._config.batch_query_tokens or sys.maxsize
         batches: list[list[int]] = [[]]
         documents: set[tuple[int, ...]] = set()  # of the last batch
         longest = 0
-        for index in (index for block in blocks for index in block):
-            own, length = set(self._examples[index].segments), row_length(self._examples[index])
-            if batches[-1] and not self.budget.holds(len(batches[-1]) + 1, documents | own, max(longest, length)):
+        for index in chain.from_iterable(blocks):
+            own = set(self._examples[index].segments)
+            rows, together = len(batches[-1]) + 1, documents | own
+            longest = max(longest, row_length(self._examples[index]))
+            over = sum(map(len, together)) > most_document_tokens or rows * longest > most_query_tokens
+            if batches[-1] and (rows > most or over):
                 batches.append([])
-                documents, longest = set(), 0
+                together, longest = own, row_length(self._examples[index])
             batches[-1].append(index)
-            documents, longest = documents | own, max(longest, length)
+            documents = together
         return batches
 
     def _longest(self, block: Sequence[int]) -> tuple[int, int]:
@@ -178,21 +159,3 @@ class BatchSampler:
         examples = [self._examples[index] for index in batch]
         documents = {segment for example in examples for segment in example.segments}
         return sum(map(len, documents)) + len(batch) * max(map(row_length, examples))
-
-
-def batch_sampler(
-    examples: Sequence[TrainingExample],
-    config: TrainConfig,
-    *,
-    ranks: int | None = None,
-    accumulation: int | None = None,
-) -> BatchSampler:
-    """The sampler that `config` describes, for this run's ranks unless others are named."""
-    method = training_method(config.method)
-    return BatchSampler(
-        [method.row(example) for example in examples],
-        Budget(config.batch_size, config.batch_document_tokens, config.batch_query_tokens),
-        seed=config.seed,
-        ranks=distributed.world_size() if ranks is None else ranks,
-        accumulation=config.gradient_accumulation_steps if accumulation is None else accumulation,
-    )

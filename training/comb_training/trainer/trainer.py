@@ -46,7 +46,7 @@ from comb_training.trainer.losses import check_attention
 from comb_training.trainer.objective import Objective, heldout_losses
 from comb_training.trainer.optimizer import LearningRateSchedule, adamw, total_steps
 from comb_training.trainer.run_log import RunLog
-from comb_training.trainer.sampler import batch_sampler
+from comb_training.trainer.sampler import BatchSampler
 
 logger = logging.getLogger(__name__)
 
@@ -104,7 +104,7 @@ class CombTrainer:
         self.heldout = heldout
         self.tokenizer = tokenizer
         self.method = training_method(config.method)
-        self.sampler = batch_sampler(examples, config)
+        self.sampler = BatchSampler(examples, config)
         if self.sampler.left_out:
             logger.warning(
                 "every epoch leaves out %d batches, others each time: the rest makes whole steps of %d rank(s) x %d "
@@ -282,7 +282,7 @@ class CombTrainer:
         """`heldout_losses` of the held-out examples, if there are any; logged. Collective."""
         if not self.heldout:
             return {}
-        batches = batch_sampler(self.heldout, self.config, ranks=1, accumulation=1).batches(0)
+        batches = BatchSampler(self.heldout, self.config, ranks=1, accumulation=1).batches(0)
         was_training = self.model.training
         self.model.eval()
         try:
