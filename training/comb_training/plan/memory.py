@@ -87,13 +87,23 @@ def memory_of(
     # ZeRO-1 shards the optimizer, 2 gradients too, 3 weights too
     optimizer_parts, gradient_parts, weight_parts = (ranks if stage >= least else 1 for least in (1, 2, 3))
     master = FLOAT32 * trained if stage else weights
+    # what gradients and gathered weights pass through; "auto" is what transformers makes of it
+    buffers = weights if ranks > 1 else 0
+    if stage:
+        bucket = zero.get("reduce_bucket_size", 5 * 10**8)
+        bucket = text_config(model.backbone).hidden_size ** 2 if bucket == "auto" else int(bucket)
+        buffers = 2 * FLOAT32 * min(bucket, trained)  # two, so that one travels while the other fills
+    if stage == 3 and ranks > 1:
+        live = zero.get("stage3_max_live_parameters", "auto")
+        share = min(1.0, (LIVE_PARAMETERS if live == "auto" else int(live)) / parameters.total)
+        buffers += int(share * (parameters.frozen_bytes + (BFLOAT16 * trained if autocast else weights)))
     states = {
         "frozen weights": _part(parameters.frozen_bytes, weight_parts),
         "trained weights": _part(weights, weight_parts),
         "float32 copy": _part(master, optimizer_parts) if stage else 0,
         "gradients": _part(master, gradient_parts),
         "moments": _part(2 * master, optimizer_parts),
-        "buffers": _buffers(parameters, zero, text_config(model.backbone).hidden_size, ranks, autocast),
+        "buffers": buffers,
     }
     moved = ["float32 copy", "gradients", "moments"] if stage and _offloads(zero, "optimizer") else []
     moved += ["frozen weights", "trained weights"] if stage == 3 and _offloads(zero, "param") else []
@@ -125,21 +135,6 @@ def _offloads(zero: Mapping[str, Any], what: str) -> bool:
 
 def _part(value: int, parts: int) -> int:
     return -(-value // parts)
-
-
-def _buffers(parameters: Parameters, zero: Mapping[str, Any], hidden: int, ranks: int, autocast: bool) -> int:
-    """What gradients and gathered weights pass through; ``auto`` is what transformers makes of it."""
-    stage, bucket = int(zero.get("stage", 0)), zero.get("reduce_bucket_size", 5 * 10**8)
-    if stage == 0:
-        return parameters.trained_bytes if ranks > 1 else 0
-    bucket = hidden**2 if bucket == "auto" else int(bucket)
-    reduced = 2 * FLOAT32 * min(bucket, parameters.trained)  # two, so that one travels while the other fills
-    if stage < 3 or ranks == 1:
-        return reduced
-    live = zero.get("stage3_max_live_parameters", "auto")
-    share = min(1.0, (LIVE_PARAMETERS if live == "auto" else int(live)) / parameters.total)
-    trained_bytes = BFLOAT16 * parameters.trained if autocast else parameters.trained_bytes
-    return reduced + int(share * (parameters.frozen_bytes + trained_bytes))
 
 
 @dataclass(frozen=True)

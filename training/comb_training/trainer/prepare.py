@@ -45,7 +45,7 @@ def prepare(config: Config, *, resume: str | Path | None = None) -> PreparedRun:
     it fits."""
     check_tools(config.train)  # before hours of answers
     train = config.train
-    folders = [("train.output_dir", train.output_dir, (*PUBLISHED, LOG))]
+    folders: list[tuple[str, str, tuple[str, ...]]] = [("train.output_dir", train.output_dir, (*PUBLISHED, LOG))]
     if train.answers == "on_policy":
         folders.append(("train.answers_dir", train.answers_dir or str(Path(train.output_dir) / "answers"), ()))
     for name, folder, files in folders:

@@ -88,9 +88,9 @@ class CombTrainer:
         if attention:
             check_attention(model)
         if teaches:
-            limit = (
-                getattr(self.model.backbone.config.get_text_config(), "max_position_embeddings", None) or sys.maxsize
-            )
+            backbone: Any = model.backbone
+            text_config = backbone.config.get_text_config()
+            limit = getattr(text_config, "max_position_embeddings", None) or sys.maxsize
             long = [each for each in (*examples, *heldout) if len(each.prompt.flat) + len(each.target) > limit]
             if long:
                 raise ValueError(
