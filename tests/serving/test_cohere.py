@@ -60,6 +60,7 @@ def test_every_field_is_said_in_a_chats_words() -> None:
         ({"citation_options": {"mode": "ACCURATE"}}, "citation_options"),
         ({"safety_mode": "STRICT"}, "safety_mode"),
         ({"tool_choice": "auto"}, "tool_choice"),
+        ({"tool_choice": {"type": "REQUIRED"}}, "tool_choice"),
         ({"response_format": {"type": "xml"}}, "response_format"),
         ({"thinking": {"type": "enabled"}}, "thinking"),
         ({"logprobs": True}, "logprobs"),

@@ -92,6 +92,7 @@ async def test_what_has_no_room_to_be_kept_is_answered_all_the_same() -> None:
         (document(title=3), "title that is no text"),
         (document(cache_control={"type": "ephemeral", "ttl": "1d"}), "one of 5m, 1h"),
         (document(cache_control={"type": "persistent"}), "one of 5m, 1h"),
+        (document(cache_control={"type": "ephemeral", "ttl": ["5m"]}), "one of 5m, 1h"),
         (document(colour="red"), "no field 'colour'"),
         ({"type": "tool_result", "tool_use_id": "a", "content": [WRITTEN]}, "documents in a tool's answer"),
     ],

@@ -19,15 +19,11 @@ INLINED = LinkMethod(FULL)
 
 
 class MethodChoice:
-    """What a server was started with, and what it links with now: requests that ask for nothing get that.
-
-    Attributes:
-        plain: whether the server has a plain model; documents stand in its prompts also where they are linked.
-        started: `INLINED` where there is no pool: then nothing can be linked.
-    """
+    """What a server was started with, and what it links with now: requests that ask for nothing get that."""
 
     def __init__(self, options: ServeOptions) -> None:
-        self.plain = options.method is not None
+        self.plain = options.method is not None  # a plain model: documents stand in the prompt, linked or not
+        # `INLINED` where there is no pool: then nothing can be linked
         self.started = ENCODER if options.encoder else INLINED
         if options.method is not None:
             self.started = LinkMethod.parse(options.method)

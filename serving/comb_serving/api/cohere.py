@@ -38,7 +38,7 @@ def as_chat(body: Mapping[str, Any]) -> dict[str, Any]:
         elif name not in (*_SAME, *_NAMED, *_CONVERTED) and value is not None and value is not False:
             raise RequestError(400, f"{name} can't be given here: leave it out", param=name)
     if (choice := body.get("tool_choice")) is not None:
-        if choice not in _CHOICES:
+        if not isinstance(choice, str) or choice not in _CHOICES:
             raise RequestError(400, f"tool_choice is one of {', '.join(_CHOICES)}", param="tool_choice")
         chat["tool_choice"] = _CHOICES[choice]
     if (form := body.get("response_format")) is not None:

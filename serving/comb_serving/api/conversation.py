@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import re
 import secrets
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from typing import Any, get_args
@@ -76,27 +76,18 @@ def written_out(path: str, body: Mapping[str, Any]) -> list[dict[str, Any]]:
     return found
 
 
-def with_names(path: str, body: dict[str, Any], names: Sequence[str]) -> dict[str, Any]:
-    """The body with references by these names in place of the documents that `written_out` finds."""
-    left = iter(names)
+def with_documents(
+    path: str, body: Mapping[str, Any], change: Callable[[dict[str, Any]], dict[str, Any]] | None
+) -> dict[str, Any]:
+    """The body with another part in place of each document; with none, for vLLM, which knows no such parts (None)."""
     made = []
     for turn in turns(path, body):
-        if isinstance(turn.get("content"), list):
-            content = [
-                {"type": "document", "id": next(left)} if _is_document(part) and "source" in part else part
-                for part in turn["content"]
-            ]
-            turn = {**turn, "content": content}
-        made.append(turn)
-    return {**body, FIELD[path]: made}
-
-
-def without_references(path: str, body: dict[str, Any]) -> dict[str, Any]:
-    """The body for vLLM, which knows no parts of type document; it reads token ids instead of these messages."""
-    made = []
-    for turn in turns(path, body):
-        if isinstance(turn.get("content"), list):
-            turn = {**turn, "content": [part for part in turn["content"] if not _is_document(part)] or ""}
+        if isinstance(parts := turn.get("content"), list):
+            if change is None:
+                parts = [part for part in parts if not _is_document(part)] or ""
+            else:
+                parts = [change(part) if _is_document(part) else part for part in parts]
+            turn = {**turn, "content": parts}
         made.append(turn)
     return {**body, FIELD[path]: made}
 
@@ -143,29 +134,23 @@ def converted(
     """Chat messages as `PromptBuilder` takes them, and the arguments of the template, tools among them.
 
     Raises:
-        RequestError: 400 for what vLLM's request of this kind doesn't allow, and for tools that the server would run:
-            it asks again behind those, without the documents.
+        RequestError: 400 for what vLLM's request of this kind doesn't allow.
     """
     references: list[dict[str, Any]] = []
     mark = f"comb{secrets.token_hex(16)}n"
-    marked = []
-    for turn in turns(path, body):
-        if isinstance(turn.get("content"), list):
-            content = []
-            for part in turn["content"]:
-                if _is_document(part):
-                    kind = "input_text" if path == RESPONSES else "text"
-                    references.append(part)
-                    part = {"type": kind, "text": f"{mark}{len(references) - 1:07d}"}
-                content.append(part)
-            turn = {**turn, "content": content}
-        marked.append(turn)
+
+    def marked(document: dict[str, Any]) -> dict[str, Any]:
+        references.append(document)
+        return {"type": "input_text" if path == RESPONSES else "text", "text": f"{mark}{len(references) - 1:07d}"}
+
+    given = with_documents(path, body, marked)
+    # tools that the server would run: it asks again behind those, without the documents
     for tool in body.get("tools") or () if path == RESPONSES else ():
         if isinstance(tool, dict) and tool.get("type") not in _FUNCTIONS:
             reason = f"tools of type {str(tool.get('type'))[:40]} can't be combined with documents in the prompt"
             raise RequestError(400, reason, param="tools")
     try:
-        found, tools, arguments = _by_vllm(path, {**body, FIELD[path]: marked}, builder)
+        found, tools, arguments = _by_vllm(path, given, builder)
         messages = [_restored(each, references, mark) for each in found]
     except Exception as error:  # errors of vLLM's own, and it looks into some fields before their types
         raise RequestError(400, f"{type(error).__name__}: {error}"[:2000], param=FIELD[path]) from error
@@ -258,11 +243,7 @@ def _restored(message: Mapping[str, Any], references: list[dict[str, Any]], mark
 
 
 def as_rendered(messages: Sequence[Mapping[str, Any]], builder: PromptBuilder) -> list[dict[str, Any]]:
-    """Messages as vLLM's renderer hands them to the chat template.
-
-    Raises:
-        RequestError: 400 for what documents can't stand beside.
-    """
+    """Messages as vLLM's renderer hands them to the template. Raises RequestError: 400 for media."""
     template = _template(builder)
     found = [_known_fields(each) for each in messages]
     if any(each["role"] == "developer" for each in found) and not re.search("""["']developer["']""", template):
@@ -299,11 +280,7 @@ def as_rendered(messages: Sequence[Mapping[str, Any]], builder: PromptBuilder) -
 
 
 def renders_alike(config: Any, tokenizer: Any) -> bool:
-    """Whether vLLM makes chats of messages as the library does with this tokenizer: by its template, or mistral_common.
-
-    Args:
-        config: vLLM's ModelConfig.
-    """
+    """Whether a vLLM of this ModelConfig makes chats as the library does: by the template, or mistral_common."""
     from vllm.tokenizers.registry import tokenizer_args_from_config
 
     mode = "mistral" if makes_tokens(tokenizer) else "hf"

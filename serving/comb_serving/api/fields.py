@@ -225,7 +225,7 @@ def document_part(part: Mapping[str, Any], param: str) -> tuple[dict[str, Any], 
     kept = None
     if (control := part.get("cache_control")) is not None:
         ttl = control.get("ttl", "5m") if isinstance(control, Mapping) else None
-        if ttl not in TTLS or control.get("type") != "ephemeral":
+        if not isinstance(ttl, str) or ttl not in TTLS or control.get("type") != "ephemeral":
             raise refuse(f'has a cache_control {{"type": "ephemeral", "ttl": ...}}, ttl one of {", ".join(TTLS)}')
         kept = TTLS[ttl]
     whole = "\n\n".join(filter(None, (part.get("context"), text)))

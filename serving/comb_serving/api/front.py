@@ -8,8 +8,10 @@ import os
 from dataclasses import dataclass
 from typing import Any, TypeAlias
 
+from comb.backbones.loading import load_config, resolve_name
 from comb.documents.document import PromptBuilder
 from comb.documents.found import MOST, SegmentFinder
+from comb.model.config import CombConfig
 from comb_serving.api.choice import MethodChoice
 from comb_serving.api.conversation import renders_alike
 from comb_serving.api.preprocessor import Preprocessor, tokenizer_of
@@ -31,20 +33,14 @@ ServedEncoders: TypeAlias = EncoderProcesses | EngineCompiler
 
 @dataclass
 class ServerFront:
-    """Everything in front of vLLM's engine but the requests themselves.
-
-    Args:
-        encoders: who fills the pool; None where there is none.
-        reports: of the engine, about prompts with documents linked in them; None for an adapter.
-        audit: None if nothing is to be compared.
-    """
+    """Everything in front of vLLM's engine but the requests themselves."""
 
     options: ServeOptions
     secret: bytes
     preprocessor: Preprocessor
-    encoders: ServedEncoders | None = None
-    reports: ReportReceiver | None = None
-    audit: Audit | None = None
+    encoders: ServedEncoders | None = None  # who fills the pool, where there is one
+    reports: ReportReceiver | None = None  # of a plain model's engine, about prompts with documents linked in them
+    audit: Audit | None = None  # where requests are to be compared
 
     @classmethod
     def start(cls, options: ServeOptions, secret: bytes) -> ServerFront:
@@ -91,6 +87,7 @@ class ServerFront:
         preprocessor = Preprocessor(
             builder, manager, MethodChoice(options), options.max_documents, sightings=sightings,
             disk_path=options.disk_path, share_loras=options.lora_documents == "shared",
+            exact_prefix=options.method is None and load_config(resolve_name(options.model), CombConfig).exact_prefix,
         )  # fmt: skip
         audit = Audit(options.audit, preprocessor, secret) if options.audit else None
         REGISTRY.register(CombCollector(preprocessor, encoders, options))
@@ -103,10 +100,7 @@ class ServerFront:
             self.preprocessor.loras = self.encoders.loras = Loras(models.lora_requests)
 
     async def check(self, engine: Any) -> None:
-        """Waits for encoders, takes back what was registered, and has documents read on the way that requests take.
-
-        Raises if they aren't.
-        """
+        """Waits for encoders, takes back what was registered, and raises unless documents do what they must."""
         if (config := getattr(engine, "model_config", None)) is not None:
             self.preprocessor.chats = renders_alike(config, self.preprocessor.builder.tokenizer)
         while self.encoders is not None:

@@ -44,11 +44,7 @@ class ClientLeftError(Exception):
 
 
 def header(scope: Scope, name: str) -> str | None:
-    """A header's value, or None.
-
-    Raises:
-        RequestError: 400 where it stands twice: two readers might each take another one for it.
-    """
+    """A header's value, or None. Raises RequestError: 400 where it stands twice, as each reader might take another."""
     wanted = name.lower().encode()
     values = [value for key, value in scope.get("headers", ()) if key.lower() == wanted]
     if len(values) > 1:
@@ -63,12 +59,7 @@ def path_of(scope: Scope) -> str:
 
 
 async def read_body(receive: Receive, limit: int) -> bytes:
-    """The whole body.
-
-    Raises:
-        RequestError: 413 if it is longer than `limit` bytes.
-        ClientLeftError: if the client leaves meanwhile.
-    """
+    """The whole body. Raises RequestError: 413 for more than `limit` bytes; ClientLeftError."""
     parts = bytearray()
     while True:
         message = await receive()
@@ -115,16 +106,12 @@ def _has_too_many_values(text: str) -> bool:
 
 
 class Connection:
-    """The `receive` of a request whose body has been read: it can be watched, and gives out another body first.
+    """The `receive` of a request whose body has been read: it can be watched, and gives out another body first."""
 
-    Attributes:
-        left: whether the client went away before its answer was whole (`answered` says whether it is).
-    """
-
-    def __init__(self, receive: Receive, body: bytes = b"") -> None:
-        self.left = False
-        self.body: bytes | None = body
-        self.answered: Callable[[], bool] = lambda: False
+    def __init__(self, receive: Receive) -> None:
+        self.left = False  # whether the client went away before its answer was whole
+        self.answered: Callable[[], bool] = lambda: False  # whether it is
+        self.body: bytes | None = b""
         self._receive = receive
         self._pending: asyncio.Future[Message] | None = None
 
@@ -160,10 +147,11 @@ class Connection:
             self._pending.cancel()
 
 
-def with_body(scope: Scope, body: bytes, **more: str) -> Scope:
-    """The scope with the content length of another body; `more` are headers that replace the client's, with _ for -."""
-    changed = {"content-length": str(len(body)), **{name.replace("_", "-"): value for name, value in more.items()}}
-    new = [(name.encode(), value.encode("latin-1")) for name, value in changed.items()]
+def with_body(scope: Scope, body: bytes, request_id: str | None = None) -> Scope:
+    """The scope with the content length of another body, and with a name for the request in place of the client's."""
+    new = [(b"content-length", str(len(body)).encode())]
+    if request_id is not None:
+        new.append((b"x-request-id", request_id.encode("latin-1")))
     gone = {b"transfer-encoding", *(name for name, _ in new)}
     return {**scope, "headers": [*((k, v) for k, v in scope.get("headers", ()) if k.lower() not in gone), *new]}
 
@@ -177,14 +165,11 @@ async def send_json(send: Send, status: int, body: bytes, headers: dict[str, str
 
 
 class AnswerRewriter:
-    """A `send` that passes JSON answers on as `whole` and `event` make them; errors and all else go as they are.
-
-    Attributes:
-        finished: whether the answer is whole.
-    """
+    """A `send` that passes JSON answers on as `whole` and `event` make them; errors and all else go as they are."""
 
     def __init__(self, send: Send) -> None:
-        self.send, self.finished = send, False
+        self.send = send
+        self.finished = False  # whether the answer is whole
         self._start: Message = {}
         self._streams = self._passes = False
         self._body = bytearray()

@@ -53,12 +53,7 @@ CUT_OFF_SECONDS = 1.0  # for the last words to those that are cut off when the s
 
 
 class CombMiddleware:
-    """``--middleware comb_serving.api.middleware.CombMiddleware``.
-
-    Args:
-        app: vLLM's server.
-        front: for tests; made from the environment's options and the instance's folder by default.
-    """
+    """Around vLLM's server (`app`). `front` is made from the environment and the instance's folder, but in tests."""
 
     def __init__(self, app: App, *, front: ServerFront | None = None) -> None:
         self.app, self._front = app, front
@@ -306,7 +301,7 @@ class CombMiddleware:
                 answer = writer = ResponseWriter(send, comb, tokens, cached, counted=bool(prepared.spans))
                 connection.answered = lambda: answer.finished
             connection.body = json.dumps(body).encode()
-            await self.app(with_body(scope, connection.body, x_request_id=entry.id), connection, writer or send)
+            await self.app(with_body(scope, connection.body, request_id=entry.id), connection, writer or send)
         finally:
             note_link()
             if front.audit is not None:
@@ -327,13 +322,10 @@ def _state_of(scope: Scope, name: str) -> Any:
 
 
 async def _release_after(lease: Lease, engine: Any) -> None:
-    """Releases when the engine core has answered twice: it reads messages between steps, so the abort came first.
-
-    An aborted request may be in a step of the engine still, and its blocks wait for that.
-    """
+    """Releases when the engine core has answered twice: an aborted request may be in a step of it still."""
     try:
         with contextlib.suppress(Exception):
-            async with asyncio.timeout(DRAIN_SECONDS):
+            async with asyncio.timeout(DRAIN_SECONDS):  # it reads messages between steps, so the abort came first
                 await engine.is_sleeping()
                 await engine.is_sleeping()
     finally:

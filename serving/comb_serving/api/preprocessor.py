@@ -11,7 +11,7 @@ import threading
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
-from functools import cached_property, partial
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, TypeVar
@@ -50,32 +50,21 @@ PROMPT_IDS = "prompt_token_ids"  # in kv_transfer_params: vLLM takes these ids a
 
 @dataclass(frozen=True)
 class PreprocessedRequest:
-    """A request on its way to vLLM.
+    """A request on its way to vLLM."""
 
-    Args:
-        body: what vLLM gets.
-        method: that its documents are linked with; those that aren't stand in the prompt.
-        about: the method as answers say it.
-        segments: its documents, in order; a lease holds them if they are linked.
-        prompts: token ids of the prompts, each with all documents; empty where vLLM renders the messages.
-        spans: where documents are linked in the prompts, their places in each of them.
-        unlinked: of a request without documents, whose segments were found: the body for where none is linked.
-        kept: seconds that the client asks some of its documents to be kept, by their ids.
-        lora: name of the LoRA that it is computed with. compiled_with: and its documents.
-        head: of a hybrid, the beginning of its prompt that is worth being kept.
-    """
-
-    body: dict[str, Any]
-    method: LinkMethod
-    about: dict[str, Any]
-    segments: tuple[KeyedSegment, ...] = ()
-    prompts: tuple[list[int], ...] = ()
-    spans: tuple[tuple[Range, ...], ...] = ()
-    unlinked: dict[str, Any] | None = None
-    kept: Mapping[str, float] = field(default_factory=dict)
-    lora: str = ""
-    compiled_with: str = ""
-    head: WantedDocument | None = None
+    body: dict[str, Any]  # what vLLM gets
+    method: LinkMethod  # that its documents are linked with; those that aren't stand in the prompt
+    about: dict[str, Any]  # the method as answers say it
+    segments: tuple[KeyedSegment, ...] = ()  # its documents, in order; a lease holds them if they are linked
+    prompts: tuple[list[int], ...] = ()  # token ids, each with all documents; empty where vLLM renders the messages
+    spans: tuple[tuple[Range, ...], ...] = ()  # where documents are linked in the prompts: their places in each
+    prefixes: tuple[int, ...] = ()  # with `exact_prefix`, how many of each prompt's first tokens read no documents
+    prefix_salt: str = ""  # of the prefix cache for these tokens, which are the same whatever the documents
+    unlinked: dict[str, Any] | None = None  # the body without any, of a request whose segments were found
+    kept: Mapping[str, float] = field(default_factory=dict)  # seconds to keep documents that the client asks for, by id
+    lora: str = ""  # name of the LoRA that it is computed with
+    compiled_with: str = ""  # and its documents
+    head: WantedDocument | None = None  # of a hybrid, the beginning of its prompt that is worth being kept
 
     @property
     def linked(self) -> bool:
@@ -111,41 +100,27 @@ class PreprocessedRequest:
             self.unlinked is not None,
             self.lora,
             0 if head is None else head.tokens,
+            self.prefixes,
+            self.prefix_salt,
         )
         return stated.sign(secret)
 
 
 @dataclass
 class Preprocessor:
-    """Documents and prompts of all tenants.
-
-    Args:
-        manager: of the pool; None where nothing is ever linked.
-        choice: of methods.
-        max_documents: that one tenant may register.
-        chats: whether vLLM renders chats as `builder` does.
-        max_tokens: of a prompt; None while the engine isn't known.
-        sightings: of segments in prompts without documents; None where none are looked for.
-        disk_path: where what is registered is kept beyond restarts; None where it isn't.
-        share_loras: whether documents are compiled without a LoRA, once for all of them.
-
-    Attributes:
-        loras: vLLM's LoRAs, which a request chooses from by its `model`.
-
-    Raises:
-        ValueError: for a folder that can't be used.
-    """
+    """Documents and prompts of all tenants. Raises ValueError for a folder that can't be used."""
 
     builder: PromptBuilder
-    manager: PICManager | None
+    manager: PICManager | None  # of the pool; None where nothing is ever linked
     choice: MethodChoice
-    max_documents: int = 10_000
-    chats: bool = True
-    max_tokens: int | None = None
-    sightings: Sightings | None = None
-    disk_path: str | None = None
-    share_loras: bool = False
-    loras: Loras = field(default_factory=Loras)
+    max_documents: int = 10_000  # that one tenant may register
+    chats: bool = True  # whether vLLM renders chats as `builder` does
+    max_tokens: int | None = None  # of a prompt; None while the engine isn't known
+    sightings: Sightings | None = None  # of segments in prompts without documents, if any are looked for
+    disk_path: str | None = None  # where what is registered is kept beyond restarts, if it is
+    share_loras: bool = False  # whether documents are compiled without a LoRA, once for all of them
+    exact_prefix: bool = False  # whether what stands in front of an adapter's documents reads none (`CombConfig`)
+    loras: Loras = field(default_factory=Loras)  # which a request chooses from by its `model`
     counters: Counters = field(default_factory=Counters)
 
     def __post_init__(self) -> None:
@@ -156,11 +131,7 @@ class Preprocessor:
         self.registered = RegisteredDocuments(self.manager or PICacheStore(), self.disk_path, tokenizer)
         self._longest = max(map(len, self.builder.tokenizer.get_vocab()))
         self._long_texts = ThreadPoolExecutor(1, "comb-long-texts")
-
-    @cached_property
-    def _long_builder(self) -> PromptBuilder:
-        """With a tokenizer of its own, for the one thread that reads long texts."""
-        return replace(self.builder, tokenizer=copy.deepcopy(self.builder.tokenizer))
+        self._long_builder: PromptBuilder | None = None  # made at first use: a tokenizer's copy takes a while
 
     @property
     def linking(self) -> bool:
@@ -168,12 +139,7 @@ class Preprocessor:
         return not self.choice.current.full
 
     async def preprocess(self, path: str, body: dict[str, Any], tenant: str) -> PreprocessedRequest:
-        """Takes documents out of a body and builds the prompt; nothing is encoded yet.
-
-        Raises:
-            RequestError: 400 or 404.
-            EncoderError: if no encoder is there.
-        """
+        """Takes documents out of a body and builds the prompt; encodes nothing. Raises RequestError, EncoderError."""
         self.check(body)
         body = dict(body)
         given, (method, finds) = body.pop("documents", None), self.choice.of_request(body.pop("comb", None))
@@ -193,7 +159,12 @@ class Preprocessor:
                 written = await self.tokenize([document for document, _ in read], tenant, linked)
                 kept = {segment.id: ttl for segment, (_, ttl) in zip(written, read, strict=True) if ttl is not None}
                 inside = {segment.id: segment for segment in written}
-                body = conversation.with_names(path, body, [segment.id for segment in written])
+                ids = iter([segment.id for segment in written])
+
+                def name(part: dict[str, Any]) -> dict[str, Any]:
+                    return {"type": "document", "id": next(ids)} if "source" in part else part
+
+                body = conversation.with_documents(path, body, name)
             named = fields.references_of(conversation.turns(path, body))
         if given in (None, []) and named == References():
             plain = PreprocessedRequest(salted(body, tenant), method, about, lora=lora, compiled_with=compiled_with)
@@ -205,11 +176,15 @@ class Preprocessor:
         inside |= zip(names, self.registered.find(tenant, names), strict=True)
         before, after = ([inside[name] for name in names] for names in (named.before, named.after))
         segments = await self.loras.compiled_with(compiled_with, (*before, *listed, *after))
+        of_tenant = salted(body, tenant)
         if self.choice.plain:
-            body = salted(body, tenant)
+            body = of_tenant
         else:
             body = salted(body, tenant, [segment.key for segment in segments] if linked else (), MARK)
-        request = PreprocessedRequest(body, method, about, segments, kept=kept, lora=lora, compiled_with=compiled_with)
+        request = PreprocessedRequest(
+            body, method, about, segments, prefix_salt=of_tenant.get("cache_salt") or "", kept=kept, lora=lora,
+            compiled_with=compiled_with,
+        )  # fmt: skip
         build = partial(self._built, path, request, listed, named, inside)
         prompts = len(body["prompt"]) if isinstance(body.get("prompt"), list) else 1
         room = None if self.max_tokens is None else self.max_tokens * prompts
@@ -285,19 +260,19 @@ class Preprocessor:
     async def _aside(
         self, texts: Sequence[str], tokens: int | None, work: Callable[[PromptBuilder, Gone], Result]
     ) -> Result:
-        """What `work` makes of texts, in a thread; that ends soon when nobody waits for it any more.
+        """What `work` makes of texts that have room for `tokens`, in a thread; it ends soon when nobody waits any more.
 
         Long ones have a thread and a tokenizer of their own, so that nobody waits for them.
-
-        Args:
-            tokens: that there is room for.
         """
         left = threading.Event()
         long = sum(map(len, texts)) > fields.LONG
 
         def run() -> Result:
-            builder = self._long_builder if long else self.builder
-            if long and tokens is not None:
+            if not long:
+                return work(self.builder, left.is_set)
+            builder = self._long_builder or replace(self.builder, tokenizer=copy.deepcopy(self.builder.tokenizer))
+            self._long_builder = builder
+            if tokens is not None:
                 fields.check_tokens(builder.tokenizer, texts, tokens, left.is_set)
             return work(builder, left.is_set)
 
@@ -422,7 +397,7 @@ class Preprocessor:
                 raise RequestError(400, reason, param="documents")
             messages, builder = conversation.messages_of(path, request.body), self.builder_for(request.body, builder)
             if messages is None:
-                if not inside and not in_prompt:
+                if not inside and not in_prompt and not self.exact_prefix:
                     return request  # vLLM renders it
                 messages, arguments = conversation.converted(path, request.body, builder)
                 builder = self._with_arguments(builder, arguments)
@@ -440,9 +415,12 @@ class Preprocessor:
             body = {**request.body, "prompt": list(prompts)}
         else:
             given = {PROMPT_IDS: prompts[0]}
-            body = {**conversation.without_references(path, request.body), "kv_transfer_params": given}
-        spans = tuple(prompt.spans for prompt in built) if in_prompt else ()
-        return replace(request, body=body, prompts=prompts, spans=spans)
+            body = {**conversation.with_documents(path, request.body, None), "kv_transfer_params": given}
+        if in_prompt:
+            return replace(request, body=body, prompts=prompts, spans=tuple(prompt.spans for prompt in built))
+        # the last token always reads: what is asked about documents stands behind them
+        prefixes = tuple(min(len(prompt.head), len(prompt.query) - 1) for prompt in built) if self.exact_prefix else ()
+        return replace(request, body=body, prompts=prompts, prefixes=prefixes)
 
     def _completions(self, request: PreprocessedRequest, builder: PromptBuilder, gone: Gone) -> list[Prompt]:
         documents, given = [segment.token_ids for segment in request.segments], request.body.get("prompt")

@@ -29,18 +29,10 @@ Keys = Callable[[Sequence[tuple[int, ...]], str], Awaitable[list[str]]]  # of to
 class RegisteredDocuments:
     """The documents of all tenants.
 
-    A file holds token ids, and no key: that names the weights of whoever reads it.
-
     Args:
         store: keeps their PICaches.
-        disk_path: outlives the server; None: a restart forgets them.
+        disk_path: outlives the server; None: a restart forgets them. ValueError for a folder that can't be used.
         tokenizer: fingerprint of the one whose ids they are.
-
-    Attributes:
-        restored: whether those of before a restart are there.
-
-    Raises:
-        ValueError: for a folder that can't be used.
     """
 
     def __init__(self, store: CatalogStore, disk_path: str | None = None, tokenizer: str = "") -> None:
@@ -51,7 +43,7 @@ class RegisteredDocuments:
         self._catalogs: dict[str, DocumentCatalog] = {}
         self._ends: dict[Path, float] = {}  # of files with a time to live, since the epoch
         self._changing = asyncio.Lock()
-        self.restored = self._folder is None
+        self.restored = self._folder is None  # whether those of before a restart are there
 
     def of(self, tenant: str) -> DocumentCatalog:
         """The documents of a tenant; changed by the methods here alone."""
@@ -81,33 +73,23 @@ class RegisteredDocuments:
     async def add(
         self, tenant: str, segment: KeyedSegment, *, pin: bool, ttl: float | None, check: Callable[[], None]
     ) -> None:
-        """Registers a document or renews it, to the end whoever leaves meanwhile.
-
-        Args:
-            check: raises if that mayn't be; no other change comes behind it.
-
-        Raises:
-            RequestError: 503 if it can't be written; then nothing has changed.
-        """
+        """Registers a document or renews it, unless `check` raises. RequestError: 503 if it can't be written."""
 
         async def work() -> None:
-            async with self._changing:
+            async with self._changing:  # one at a time, of file and catalog together
                 check()
                 if self._folder is not None:
                     await _on_disk(partial(self._write, tenant, segment, pin, ttl))
                 self._catalogs.setdefault(tenant, DocumentCatalog(self._store)).add([segment], pin=pin, ttl=ttl)
 
-        await asyncio.shield(work())
+        await asyncio.shield(work())  # to the end, whoever leaves meanwhile
 
     def keep(self, tenant: str, segment: KeyedSegment, ttl: float, check: Callable[[KeyedSegment], None]) -> None:
-        """Registers and pins for a time what is leased, under an id of the server's own; a restart forgets it.
-
-        Args:
-            check: raises if it mayn't be pinned.
-        """
+        """Registers and pins for a time what is leased, unless `check` raises; a restart forgets it."""
         if self._changing.locked():  # as in `pin`; a client that asks again has it kept then
             return
-        named = replace(segment, id=f"cached-{segment.id}")  # whose time mustn't end a document that a client has named
+        # an id of the server's own, whose time mustn't end a document that a client has named
+        named = replace(segment, id=f"cached-{segment.id}")
         check(named)
         self._catalogs.setdefault(tenant, DocumentCatalog(self._store)).add([named], pin=True, ttl=ttl)
 
@@ -121,14 +103,10 @@ class RegisteredDocuments:
                     await _on_disk(partial(self._path(tenant, name).unlink, missing_ok=True))
                 self.of(tenant).remove([name])
 
-        await asyncio.shield(work())
+        await asyncio.shield(work())  # to the end, whoever leaves meanwhile
 
     def pin(self, tenant: str, segments: Sequence[KeyedSegment], check: Callable[[KeyedSegment], None]) -> None:
-        """Pins what is leased of pinned documents that was not there when they were registered, or before a restart.
-
-        Args:
-            check: raises RuntimeError if one mayn't be pinned; then it is tried again at its next use.
-        """
+        """Pins what is leased of pinned documents that was not there when they were registered, or before a restart."""
         if self._changing.locked():  # a document that is being registered may have been promised the room
             return
         catalog = self.of(tenant)
@@ -137,15 +115,13 @@ class RegisteredDocuments:
                 check(segment)
                 catalog.pin(segment)
             except RuntimeError as error:
+                # tried again at its next use
                 logger.info("document %s is not pinned: %s", segment.key[:12], error)
 
     async def restore(self, keys: Keys) -> None:
-        """Takes what was registered before a restart; what can't be is deleted, and said in the log.
+        """Takes what was registered before a restart, with the `keys` of the weights that are here now.
 
-        Pins come back when documents are used.
-
-        Args:
-            keys: of the weights that are here now. Raises RequestError for ids that they don't take.
+        What can't be is deleted, and said in the log. Pins come back when documents are used.
         """
         paths = [] if self._folder is None else await asyncio.to_thread(_by_age, self._folder)
         dropped = Counter[str]()
@@ -177,6 +153,7 @@ class RegisteredDocuments:
     def _write(self, tenant: str, segment: KeyedSegment, pin: bool, ttl: float | None) -> None:
         self._delete_ended()
         path, end = self._path(tenant, segment.id), None if ttl is None else time.time() + ttl
+        # no key: that names the weights of whoever reads it
         text = json.dumps([self._tokenizer, tenant, segment.id, segment.token_ids, pin, end]).encode()
         write_whole(path, f"{hashlib.sha256(text).hexdigest()}\n".encode() + text)
         self._ends.pop(path, None)
@@ -212,7 +189,6 @@ async def _on_disk(work: Callable[[], None]) -> None:
 
 
 def _by_age(folder: Path) -> list[Path]:
-    """The one that was registered first in front."""
     return sorted(folder.glob(f"*{SUFFIX}"), key=lambda path: (path.stat().st_mtime_ns, path.name))
 
 

@@ -125,14 +125,10 @@ class ResponseWriter(AnswerRewriter):
 
 @dataclass
 class RequestLogEntry:
-    """What is known of a request by its end: one line for each with documents, never a document's text, never a key.
-
-    Args:
-        id: from the header X-Request-Id, else a new one; vLLM's own id of the request ends with it.
-    """
+    """What is known of a request by its end: one line for each with documents, never a document's text, never a key."""
 
     path: str
-    id: str = field(default_factory=lambda: uuid.uuid4().hex)
+    id: str = field(default_factory=lambda: uuid.uuid4().hex)  # or the client's; vLLM's own id ends with it
     tenant: str = ""
     documents: bool = False
     prepared: PreprocessedRequest | None = None

@@ -44,10 +44,7 @@ Plain = Callable[[], Awaitable[list[LogProbabilities]]]
 async def check_start(
     preprocessor: Preprocessor, engine: Any, secret: bytes, checkpoint: str, reports: ReportReceiver | None = None
 ) -> None:
-    """Asks vLLM's engine with and without documents.
-
-    Args:
-        reports: of an engine that links documents in a plain model.
+    """Asks vLLM's engine with and without documents; one that links them in a plain model has `reports`.
 
     Raises:
         RuntimeError: if documents don't do what they must, or there is no room to try.
@@ -179,9 +176,6 @@ class Audit:
     Linking is approximate, and how much that matters depends on the model and on what it is asked: so it is measured on
     the requests that come. Both answers are greedy and begin where the client's did; nobody waits for them, and there
     is never more than one such pair under way.
-
-    Args:
-        share: of requests with linked documents, 0 to 1.
     """
 
     def __init__(

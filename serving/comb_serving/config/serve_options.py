@@ -74,13 +74,7 @@ def option(
     choices: tuple[str, ...] = (),
     envvar: str | None = None,
 ) -> Any:
-    """A field that is an option of the command line.
-
-    Args:
-        written: its default, as it is written there.
-        flag: what it is called there, if not as the field.
-        read: turns what is written into the field's value.
-    """
+    """A field that is an option: its default as it is `written`, its `flag` if not its name, what `read`s it."""
     value = written if read is None or written is None else read(written)
     said = typer.Option(*filter(None, [flag]), help=help, envvar=envvar)
     return field(default=value, metadata={"option": said, "default": written, "read": read, "flag": flag,
@@ -89,15 +83,7 @@ def option(
 
 @dataclass(frozen=True)
 class ServeOptions:
-    """Options of the front, from `comb serve` to encoder processes, middleware and vLLM's workers.
-
-    Args:
-        checkpoint: adapter or plain model: folder or Hub id, of a model also a registered name or GGUF file.
-        link_tokens: the adapter whose link tokens documents are compiled behind.
-        ranks: tensor-parallel size of the decoder, one pool each.
-        key_hashes: sha256 hex of the API keys; empty: no authentication.
-        chat_template_kwargs: what chats are rendered with where a request doesn't say otherwise.
-    """
+    """Options of the front, from `comb serve` to encoder processes, middleware and vLLM's workers."""
 
     checkpoint: str = field(
         metadata={"option": typer.Argument(help="adapter, or any plain model with --method: folder, name, Hub id")}
@@ -173,10 +159,11 @@ class ServeOptions:
         None, f"key that may switch encoder or method at `/v1/comb`; better by `{ADMIN_KEY}`", "--comb-admin-key",
         read=lambda key: key_hash(key) if key else None, envvar=ADMIN_KEY,
     )  # fmt: skip
-    link_tokens: str | None = None
-    ranks: int = 1
-    key_hashes: tuple[str, ...] = ()
-    chat_template_kwargs: dict[str, Any] = field(default_factory=dict)
+    # what `comb serve` finds out itself
+    link_tokens: str | None = None  # the adapter whose link tokens documents are compiled behind
+    ranks: int = 1  # tensor-parallel size of the decoder, one pool each
+    key_hashes: tuple[str, ...] = ()  # sha256 hex of the API keys; empty: no authentication
+    chat_template_kwargs: dict[str, Any] = field(default_factory=dict)  # of chats whose requests don't say otherwise
 
     def __post_init__(self) -> None:
         for name in ("encoders", "ranks", "max_body_bytes", "max_documents"):
@@ -249,9 +236,8 @@ class ServeOptions:
 
     def given(self, *names: str) -> list[str]:
         """The flags of those options that aren't at their defaults."""
-        return [
-            flag_of(each) for each in fields(self) if each.name in names and getattr(self, each.name) != each.default
-        ]
+        changed = [each for each in fields(self) if getattr(self, each.name) != each.default]
+        return [flag_of(each) for each in changed if each.name in names]
 
     # ---- the environment ----
 

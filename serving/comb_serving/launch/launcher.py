@@ -16,11 +16,12 @@ import sys
 import threading
 import time
 import urllib.request
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from http.client import HTTPException
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 from comb.backbones.loading import backbone_beside, resolve_name
@@ -58,7 +59,7 @@ _REFUSED_PLAIN = {
 # server, and with Prometheus' folder vLLM would show what is in its files, and not our counters.
 _DROPPED = {ADMIN_KEY, "VLLM_ENABLE_RESPONSES_API_STORE", "PROMETHEUS_MULTIPROC_DIR"}
 _CACHE_SIZES = {"--kv-cache-memory-bytes", "--gpu-memory-utilization"}
-_ONLY_ONE = ("api-server-count", "data-parallel-size", "pipeline-parallel-size")
+_ONLY_ONE = {"api-server-count": "-asc", "data-parallel-size": "-dp", "pipeline-parallel-size": "-pp"}
 
 
 @dataclass(frozen=True)
@@ -82,39 +83,27 @@ class ServerFlags:
 
 
 def read_flags(
-    arguments: Sequence[str],
-    environment: dict[str, str],
-    *,
-    plain: bool = False,
-    engine: Mapping[str, Any] | None = None,
+    arguments: Sequence[str], environment: Mapping[str, str], *, plain: bool = False, engine: Iterable[str] = ()
 ) -> ServerFlags:
-    """Looks through vLLM's options, which are all passed on.
+    """Looks through vLLM's options, which are all passed on. Raises ValueError for what documents can't stand beside.
 
-    Args:
-        plain: of a plain model, in which vLLM links documents.
-        engine: arguments of vLLM's engine that this needs, and that stand behind the user's.
-
-    Raises:
-        ValueError: for one that can't be combined with documents.
+    `plain`: of a model in which vLLM links documents; `engine`: names of the arguments that this needs.
     """
-    normal = [
-        head.replace("_", "-") + equals + value if item.startswith("--") else item
-        for item in arguments
-        for head, equals, value in [item.partition("=")]
-    ]
+    normal = []  # vLLM takes names with _ too
+    for item in arguments:
+        head, equals, value = item.partition("=")
+        normal.append(head.replace("_", "-") + equals + value if item.startswith("--") else item)
     parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False, exit_on_error=False)
-    parser.add_argument("--host", default=None)
+    for name in ("host", "uds", "ssl-certfile", "ssl-keyfile"):
+        parser.add_argument(f"--{name}", default=None)
     parser.add_argument("--port", type=int, default=8000)
-    parser.add_argument("--uds", default=None)
     parser.add_argument("--served-model-name", nargs="+", default=None)
-    parser.add_argument("--ssl-certfile", default=None)
-    parser.add_argument("--ssl-keyfile", default=None)
     parser.add_argument("--tensor-parallel-size", "-tp", type=int, default=1)
     parser.add_argument("--api-key", nargs="*", default=None)
     parser.add_argument("--default-chat-template-kwargs", default="{}")
-    for name, short in zip(_ONLY_ONE, ("-asc", "-dp", "-pp"), strict=True):
+    for name, short in _ONLY_ONE.items():
         parser.add_argument(f"--{name}", short, type=int, default=1)
-    ours = {name.replace("_", "-"): "linking documents needs its own" for name in engine or {}}
+    ours = {name.replace("_", "-"): "linking documents needs its own" for name in engine}
     refused = {**_REFUSED, **ours, **(_REFUSED_PLAIN if plain else {})}
     for name in refused:
         parser.add_argument(f"--{name}", nargs="?", const=True, default=None)
@@ -133,14 +122,14 @@ def read_flags(
         raise ValueError("comb serve takes --default-chat-template-kwargs as one JSON object")
     keys = [key for key in (found.api_key or [environment.get("VLLM_API_KEY", "")]) if key]
     return ServerFlags(
-        found.host or "localhost",
-        found.port,
-        found.uds,
-        bool(found.ssl_certfile or found.ssl_keyfile),
-        found.tensor_parallel_size,
-        tuple(key_hash(key) for key in keys),
-        bool(found.served_model_name),
-        template_arguments(found.default_chat_template_kwargs, "--default-chat-template-kwargs"),
+        host=found.host or "localhost",
+        port=found.port,
+        uds=found.uds,
+        tls=bool(found.ssl_certfile or found.ssl_keyfile),
+        ranks=found.tensor_parallel_size,
+        key_hashes=tuple(map(key_hash, keys)),
+        named=bool(found.served_model_name),
+        chat_template_kwargs=template_arguments(found.default_chat_template_kwargs, "--default-chat-template-kwargs"),
     )
 
 
@@ -148,23 +137,23 @@ def launch(
     options: ServeOptions,
     arguments: Sequence[str] = (),
     *,
-    engine: Mapping[str, Any] | None = None,
+    engine: Mapping[str, Any] = MappingProxyType({}),
     root: Path | None = None,
     server: Sequence[str] = SERVER,
     on_ready: Callable[[str], Any] = logger.info,
 ) -> int:
     """Runs a server until it ends; returns its exit status. Told to end by a signal, this process ends with it.
 
-    Raises RuntimeError with the cause if the server can't start.
-
     Args:
-        arguments: of vLLM's server.
-        engine: arguments of vLLM's engine that linking in a plain model needs.
+        arguments: of vLLM's server. engine: of vLLM's engine, that linking in a plain model needs.
         root: where the instance's folder is made; shared memory by default.
         server: the command, for tests.
         on_ready: called with the server's address once it is healthy.
+
+    Raises:
+        RuntimeError: with the cause, if the server can't start.
     """
-    flags = read_flags(arguments, dict(os.environ), plain=options.method is not None, engine=engine)
+    flags = read_flags(arguments, os.environ, plain=options.method is not None, engine=engine)
     if options.admin_hash in flags.key_hashes:
         raise ValueError("the admin key is one of the API keys: choose another, or every client may switch it")
     options = replace(
@@ -177,7 +166,7 @@ def launch(
             ours += ["--served-model-name", options.checkpoint]
         if options.method is None:
             ours += tokenizer_flags(Path(model), arguments)
-        for name, value in (engine or {}).items():
+        for name, value in engine.items():
             flag = name.replace("_", "-")
             if isinstance(value, bool):
                 ours.append(f"--{flag}" if value else f"--no-{flag}")
@@ -194,8 +183,7 @@ def launch(
         try:
             with _forwarding(process, options.drain_seconds + END_SECONDS) as told:
                 log = StartLog(process, (folder / READY).exists)
-                watcher = threading.Thread(target=_report_ready, args=(process, flags, folder, on_ready), daemon=True)
-                watcher.start()
+                threading.Thread(target=_report_ready, args=(process, flags, folder, on_ready), daemon=True).start()
                 status = process.wait()
         finally:
             _end(process)
@@ -274,15 +262,14 @@ def _report_ready(
     process: subprocess.Popen[bytes], flags: ServerFlags, folder: Path, on_ready: Callable[[str], Any]
 ) -> None:
     """Says that the server is ready once the middleware has: until then asking would only fill the server's log."""
-    url = f"{flags.address}/health"
     trusting = ssl._create_unverified_context()  # our own process; its certificate may not name this host
     while process.poll() is None:
         if (folder / READY).exists():
             note_segments(folder)
             if flags.uds is not None:
                 return
-            with suppress(OSError, HTTPException), urllib.request.urlopen(url, timeout=5, context=trusting) as answer:
-                if answer.status == 200:
-                    on_ready(flags.address)
-                    return
+            with suppress(OSError, HTTPException):
+                urllib.request.urlopen(f"{flags.address}/health", timeout=5, context=trusting).close()
+                on_ready(flags.address)
+                return
         time.sleep(0.5)

@@ -28,16 +28,13 @@ _OF_ENCODERS = ("encoder", "encoders", "encoder_device", "pool_dtype")
 
 
 def check_start(options: ServeOptions, arguments: Sequence[str] = ()) -> ServeOptions:
-    """Whether vLLM is installed, and the checkpoint and what else is asked for go together.
+    """The options with what the checkpoint decides: method, backbone and place of an adapter of link tokens.
 
     Args:
         arguments: of vLLM, which may name another tokenizer, or another way to read it.
 
-    Returns:
-        The options with what the checkpoint decides: method, backbone and place of an adapter of link tokens.
-
     Raises:
-        ValueError: if not, saying what to do.
+        ValueError: if vLLM isn't installed or these don't go together, saying what to do.
         OSError: if the checkpoint can't be read.
     """
     if options.method is not None:

@@ -41,7 +41,7 @@ def free_port(host: str = "127.0.0.1") -> int:
 
 
 class ServerProcess:
-    """Starts a server; `wait_until_healthy` is next.
+    """Starts a server; `wait_until_healthy` is next. Raises OSError if there is no such program.
 
     The kernel ends it when the *thread* that calls this ends (`end_with_parent`), so call it from one that stays.
 
@@ -49,9 +49,6 @@ class ServerProcess:
         command: of the server; --host and --port are added.
         environment: added to this process's.
         log: takes what it prints; by default that goes where this process prints.
-
-    Raises:
-        OSError: if there is no such program.
     """
 
     def __init__(
@@ -142,13 +139,10 @@ class StartLog:
     """What a server prints, passed on; until it is `ready`, a traceback is its last line alone, as is a page of usage.
 
     vLLM's processes each print theirs when one of them fails, hundreds of lines in which the cause is somewhere.
-
-    Attributes:
-        cause: the last exception that was shown, consequences of others left out.
     """
 
     def __init__(self, process: subprocess.Popen[bytes], ready: Callable[[], bool]) -> None:
-        self.cause = ""
+        self.cause = ""  # the last exception that was shown, consequences of others left out
         self._of: str | None = None  # the process whose cause may go on in the next line
         self._ready = ready
         self._whole = os.environ.get("COMB_DEBUG") == "1"

@@ -1,8 +1,8 @@
 """Which replica a request should go to, from its documents alone: rendezvous hashing, with a bound on load.
 
-Every replica ranks itself for a document by a hash of both (highest random weight; Thaler and Ravishankar 1998). The
-document's home is the highest. When a replica joins or leaves, only documents that it wins or has won move, one in n.
-The bound is that of consistent hashing with bounded loads (Mirrokni, Thorup and Zadimoghaddam 2018).
+Every replica ranks itself for a document by a hash of both (highest random weight; Thaler and Ravishankar 1998), and
+the highest is its home: when a replica joins or leaves, one document in n moves. The bound is that of consistent
+hashing with bounded loads (Mirrokni, Thorup and Zadimoghaddam 2018).
 """
 
 from __future__ import annotations
@@ -24,11 +24,7 @@ class RoutedDocument:
 
 
 def documents_of(body: Any, sender: str) -> list[RoutedDocument]:
-    """The documents of a request's body: listed ones, and those that messages name by id.
-
-    Args:
-        sender: two senders share no document, so theirs needn't be in the same place.
-    """
+    """The documents of a request's body: listed ones, and those that messages name by id. Two senders share none."""
     if not isinstance(body, Mapping):
         return []
     found = list(_list(body.get("documents")))
@@ -62,10 +58,9 @@ def home(key: str, replicas: Collection[str]) -> str:
 
 
 def preferred(documents: Sequence[RoutedDocument], replicas: Collection[str]) -> str | None:
-    """The replica at which most of a request's document bytes are at home; None without documents.
+    """The replica at which most of a request's document bytes are at home, in whatever order; None without documents.
 
-    Most bytes, since what is missing at a replica has to be encoded there and that costs by length. Order doesn't
-    matter: a request for the same documents in another order goes to the same place.
+    Most bytes, since what is missing at a replica has to be encoded there and that costs by length.
     """
     if not documents or not replicas:
         return None
@@ -78,28 +73,20 @@ def preferred(documents: Sequence[RoutedDocument], replicas: Collection[str]) ->
 
 
 def limit(loads: Mapping[str, int], factor: float, floor: int) -> int:
-    """Requests that a preferred replica may have, the new one included, before others get some of its own.
-
-    `factor` times the mean, but never less than `floor`, which a batching server takes without anybody waiting.
-    """
+    """Requests that a preferred replica may have, the new one included, before others get some of its own."""
+    # never less than what a batching server takes without anybody waiting
     return max(floor, math.ceil(factor * (sum(loads.values()) + 1) / len(loads)))
 
 
 def ranked(
     documents: Sequence[RoutedDocument], loads: Mapping[str, int], *, factor: float = 1.25, floor: int = 8
 ) -> list[str]:
-    """All replicas, the one for a request with these documents first.
+    """All replicas, with `loads` of requests under way: the one for a request with these documents first.
 
-    That is the preferred one as long as the bound allows it, otherwise the least loaded; among equals the one that
-    wants the documents most, so that what spills together spills to one place.
-
-    Args:
-        loads: requests under way, of every replica that is up.
-        factor, floor: of `limit`.
+    That is the preferred one as long as `limit` allows it, otherwise the least loaded; among equals the one that wants
+    the documents most, so that what spills together spills to one place.
     """
     wanted = preferred(documents, loads)
     free = wanted is not None and loads[wanted] < limit(loads, factor, floor)
     whole = "".join(sorted(document.key for document in documents))
-    return sorted(
-        loads, key=lambda replica: (not (free and replica == wanted), loads[replica], -weight(whole, replica), replica)
-    )
+    return sorted(loads, key=lambda name: (not (free and name == wanted), loads[name], -weight(whole, name), name))

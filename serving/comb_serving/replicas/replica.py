@@ -44,33 +44,21 @@ NAME = "{replica}"  # in arguments: stands for the replica's name, for folders t
 
 
 class ReplicasConfig(BaseModel):
-    """Settings of the Ray Serve application, from a configuration file or from the command line.
-
-    Args:
-        checkpoint: of `comb serve`.
-        replicas: how many servers.
-        arguments: of every `comb serve`, and vLLM's; ``{replica}`` in one of them stands for the replica's name.
-        gpus, cpus: that Ray sets aside for each server.
-        environment: of every server.
-        load_factor, load_floor: of `affinity.limit`.
-        max_ongoing_requests: of each replica; what is above that waits, then gets 503.
-        start_seconds: longest wait for a server.
-        command: run instead of `comb serve`, for tests.
-    """
+    """Settings of the Ray Serve application, from a configuration file or from the command line."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
-    checkpoint: str
+    checkpoint: str  # of `comb serve`
     replicas: int = Field(2, ge=1)
-    arguments: tuple[str, ...] = ()
-    gpus: float = 0
+    arguments: tuple[str, ...] = ()  # of every `comb serve`, and vLLM's; `NAME` stands for the replica's name
+    gpus: float = 0  # that Ray sets aside for each server
     cpus: float = 1
-    environment: Mapping[str, str] = {}
-    load_factor: float = Field(1.25, ge=1)
+    environment: Mapping[str, str] = {}  # of every server
+    load_factor: float = Field(1.25, ge=1)  # of `affinity.limit`
     load_floor: int = Field(8, ge=1)
-    max_ongoing_requests: int = Field(1000, ge=1)
-    start_seconds: float = 900.0
-    command: tuple[str, ...] = COMMAND
+    max_ongoing_requests: int = Field(1000, ge=1)  # of each replica; what is above that waits, then gets 503
+    start_seconds: float = 900.0  # longest wait for a server
+    command: tuple[str, ...] = COMMAND  # run instead of `comb serve`, for tests
 
     @field_validator("arguments", mode="before")
     @classmethod
@@ -113,15 +101,7 @@ class Registrations:
             self._known[key] = self._changes, dict(fields), expires_at
 
     def missing(self, told: Mapping[Key, int]) -> tuple[dict[Key, tuple[int, bytes]], list[Key]]:
-        """What a replica must be told.
-
-        Args:
-            told: by key, the number of the change that the replica has heard of.
-
-        Returns:
-            Documents to register, with the numbers of their changes and the time to live that is left; and documents
-            to delete.
-        """
+        """What a replica hasn't been `told`: documents to register, with numbers of changes, and those to delete."""
         now = time.time()
         self._known = {key: one for key, one in self._known.items() if one[2] is None or one[2] > now}
         new = {}
