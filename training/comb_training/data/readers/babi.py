@@ -1,11 +1,4 @@
-"""bAbI (Weston et al. 2015) from its original text files (``qa1_single-supporting-fact_train.txt``, ...).
-
-document: the statements of a story up to the question, in one document, because their order matters (the last move
-counts) and documents of a prompt have no order; query: the question; answer: the file's answer. Distractors are other
-stories of the same length without the statements about whoever is asked for: the people of all stories have
-the same few names, so a whole other story would contradict the right one. That is sound for task 1 (one supporting
-fact) only; other tasks are read with their story alone.
-"""
+"""bAbI (Weston et al. 2015) from its original text files (``qa1_single-supporting-fact_train.txt``, ...)."""
 
 from __future__ import annotations
 
@@ -34,6 +27,11 @@ def read_babi(
     side: DatasetSide, *, num_documents: int = 3, answer_style: Literal["word", "sentence"] = "word"
 ) -> Iterable[Example]:
     """Reads a bAbI task file, or task 1 of a folder; held-out examples are whole stories.
+
+    document: the statements of a story up to the question, in one document, because their order matters (the last move
+    counts) and documents of a prompt have no order; answer: the file's answer. Distractors are other stories of the
+    same length without the statements about whoever is asked for: the people of all stories have the same few names, so
+    a whole other story would contradict the right one. That is sound for task 1 (one supporting fact) only.
 
     In a folder with ``*_train.txt`` and ``*_test.txt`` files these are the two sides of the split, as published;
     a single file is split by story.

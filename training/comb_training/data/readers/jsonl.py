@@ -1,9 +1,4 @@
-"""Any file, folder or set on the Hub of your own: rows ``{"documents": [...], "query": "...", "answer": "..."}``.
-
-document: a string, or an object with ``text`` and optional ``title`` and ``id``; query: ``query``; answer: ``answer``,
-or the first of ``answers`` (all of them are accepted). Optional: ``id``, and ``group`` for what the
-train/held-out split must not cut (default: the documents themselves, so that rows over the same ones stay together).
-"""
+"""Any file, folder or set on the Hub of your own: rows ``{"documents": [...], "query": "...", "answer": "..."}``."""
 
 from __future__ import annotations
 
@@ -24,6 +19,10 @@ _HELDOUT = re.compile(r"(test|dev|val|valid|validation|eval|held[-_]?out)([-_.]|
 @reader("jsonl", heldout_share=0.1, reads="a file or folder of rows with documents, query and answer")
 def read_jsonl(side: DatasetSide, *, num_documents: int | None = None) -> Iterable[Example]:
     """Reads JSONL, or a JSON list; documents stay in the order of the file.
+
+    document: a string, or an object with ``text`` and optional ``title`` and ``id``; answer: ``answer``, or the first
+    of ``answers`` (all of them are accepted). Optional: ``id``, and ``group`` for what the train/held-out split must
+    not cut (default: the documents themselves, so that rows over the same ones stay together).
 
     Of a folder all such files are read. Where some of them are called test, dev, validation or heldout, these are the
     held-out side of the split, and the others the side to train on. `num_documents`: keep only the first so many

@@ -1,12 +1,4 @@
-"""LongBench (Bai et al. 2024): 21 tasks over long contexts, and LongBench-E, the same rows with lengths spread evenly.
-
-Rows ``{input, context, answers, length, dataset, language, all_classes, _id}``; ``dataset`` names the task.
-
-document: a passage where ``context`` numbers its passages ("Passage 1:", "Paragraph 1:", "段落1：", "文章1"), an
-example in the few-shot tasks (trec, triviaqa, samsum, lsht), otherwise the whole context; query: a short instruction of
-the task with ``input``; answer: the first of ``answers``, all of them accepted. A passage's number is left out where
-nothing depends on it, so that the same passage is the same document everywhere.
-"""
+"""LongBench (Bai et al. 2024): 21 tasks over long contexts, and LongBench-E, its rows with lengths spread evenly."""
 
 from __future__ import annotations
 
@@ -47,6 +39,12 @@ def read_longbench(
     bare: bool = False,
 ) -> Iterable[Example]:
     """Reads LongBench from a JSONL file, a folder of them (``hotpotqa.jsonl``, ``hotpotqa_e.jsonl``), or the Hub.
+
+    Rows ``{input, context, answers, dataset, _id}``; ``dataset`` names the task. document: a passage where ``context``
+    numbers them ("Passage 1:", "段落1："), an example in the few-shot tasks (trec, triviaqa, samsum, lsht), otherwise
+    the whole context; query: a short instruction of the task with ``input``; answer: the first of ``answers``, all of
+    them accepted. A passage's number is left out where nothing depends on it, so that the same passage is the same
+    document everywhere.
 
     Args:
         task: one task, such as "hotpotqa", or "hotpotqa_e" of LongBench-E; None takes every row there is.

@@ -1,16 +1,4 @@
-"""Natural-Instructions (Mishra et al. 2022) and Super-NaturalInstructions (Wang et al. 2022): tasks told in words.
-
-v1, ``subtask*.json``: ``{Title, Prompt, Definition, "Things to Avoid", "Emphasis & Caution", Examples: {"Positive
-Examples": [{input, output}]}, Instances: [{input, output: [...]}]}``, with "-" for an empty field. v2, ``task*.json``:
-``{Definition: [...], "Positive Examples": [{input, output}], Instances: [{id, input, output: [...]}]}``, or the Hub's
-rows ``{task_name, id, definition, inputs, targets}``, which bring no worked examples.
-
-document: a task's instruction, each of its first positive examples, and instructions of other tasks as distractors, the
-same ones in the same order for all instances of the task; query: an instance's ``input``, behind the name of its task
-if there are other tasks' instructions; answer: the first ``output``, all of them accepted.
-
-Source of the set-up: COMB sec. 5.2 trains on both sets.
-"""
+"""Natural-Instructions (Mishra et al. 2022) and Super-NaturalInstructions (Wang et al. 2022): tasks told in words."""
 
 from __future__ import annotations
 
@@ -61,7 +49,16 @@ def read_natural_instructions(
     max_instances_per_task: int | None = None,
     group_by: Literal["task", "instance"] = "task",
 ) -> Iterable[Example]:
-    """Reads either version: a task file, a folder of them, or the Hub's rows (v2).
+    """Reads either version: a task file, a folder of them, or the Hub's rows (v2). COMB sec. 5.2 trains on both sets.
+
+    v1, ``subtask*.json``: ``{Title, Prompt, Definition, "Things to Avoid", "Emphasis & Caution", Examples: {"Positive
+    Examples": [{input, output}]}, Instances: [{input, output: [...]}]}``, with "-" for an empty field. v2,
+    ``task*.json``: ``{Definition: [...], "Positive Examples": [...], Instances: [{id, input, output: [...]}]}``, or the
+    Hub's rows ``{task_name, id, definition, inputs, targets}``, which bring no worked examples.
+
+    document: a task's instruction, each of its first positive examples, and instructions of other tasks as distractors,
+    the same ones in the same order for all instances of the task; query: an instance's ``input``, behind the name of
+    its task if there are other tasks' instructions; answer: the first ``output``, all of them accepted.
 
     Args:
         num_documents: documents per instance in all, filled up with other tasks' instructions from the same side of

@@ -1,12 +1,4 @@
-"""Plain text made into tasks that can't be solved without the documents: copying, and going on where one ends.
-
-Rows ``{text}`` (books, articles; ``title`` and ``id`` optional).
-
-document: passages of `words` words, some of them from other texts; query: to go on word for word from a quoted place in
-one of them (copy), or to go on where the one ends that begins so (continue); answer: the words that follow there. With
-the backbone's own distribution as the target (train.ce_weight 0, train.kl_weight 1), no label is needed: what is
-learned is to read documents as the backbone reads them in its prompt.
-"""
+"""Plain text made into tasks that can't be solved without the documents: copying, and going on where one ends."""
 
 from __future__ import annotations
 
@@ -34,6 +26,11 @@ def read_passages(
     passages: int = 20_000,
 ) -> Iterable[Example]:
     """Reads texts from JSON or JSONL, gzipped or not; a text is on one side of the split as a whole.
+
+    Rows ``{text}`` (``title`` and ``id`` optional). document: passages of `words` words, some of them from other texts;
+    query: to go on word for word from a quoted place in one of them (copy), or where the one ends that begins so
+    (continue); answer: the words that follow there. With the backbone's own distribution as the target
+    (train.ce_weight 0, train.kl_weight 1) no label is needed: what is learned is to read documents as it reads them.
 
     Args:
         num_documents: passages per example at most; how many is drawn, from one on.

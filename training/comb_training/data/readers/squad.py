@@ -1,11 +1,4 @@
-"""SQuAD 1.1/2.0 (Rajpurkar et al. 2018) from the official JSON, or the Hub's rows ``{id, title, context, question,
-answers: {text: [...]}}``.
-
-document: a paragraph's ``context`` (title: the article's); query: ``question``; answer: the first of ``answers``,
-all of them accepted. A question is asked over its own paragraph and distractors: paragraphs of the same article first,
-then of other articles of the same split side. All questions of a paragraph share the same documents in the same order,
-so that a training batch encodes them once.
-"""
+"""SQuAD 1.1/2.0 (Rajpurkar et al. 2018) from the official JSON, or the Hub's rows."""
 
 from __future__ import annotations
 
@@ -39,7 +32,12 @@ def read_squad(
     same_article: int = 1,
     unanswerable: Literal["drop", "keep"] = "drop",
 ) -> Iterable[Example]:
-    """Reads an official SQuAD JSON file or the Hub's rows; held-out examples are whole articles.
+    """Reads an official SQuAD JSON file or the Hub's rows ``{id, title, context, question, answers: {text: [...]}}``.
+
+    document: a paragraph's ``context`` (title: the article's); answer: the first of ``answers``, all of them accepted.
+    A question is asked over its own paragraph and distractors: paragraphs of the same article first, then of other
+    articles of the same split side. All questions of a paragraph share the same documents in the same order, so that a
+    training batch encodes them once. Held-out examples are whole articles.
 
     Args:
         num_documents: documents per question, the right paragraph included.
