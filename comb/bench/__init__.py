@@ -1,7 +1,7 @@
 """`comb bench`: methods compared on the same work. What each command measures is in docs/benchmarks.md.
 
 A benchmark is one file here: options in, rows out. `harness` makes a command of it and tables, JSON, Markdown and a
-plot of its rows; `options` has the options that benchmarks share, `work` what several of them measure on. Files are
+plot of its rows; `options` has the options that benchmarks share. Files are
 imported when a benchmark is asked for, as they import more than `comb --help` needs.
 """
 

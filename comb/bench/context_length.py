@@ -21,25 +21,23 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 from tqdm import tqdm
 
-from comb.bench.harness import BenchmarkReport, benchmark, or_refused, ratios
-from comb.bench.options import Lengths, Methods, QueryTokens, RandomModelOptions, Repeats, integers, split_methods
+from comb.bench.harness import BenchmarkReport, benchmark, ratios
+from comb.bench.options import Methods, QueryTokens, RandomModelOptions, Repeats, integers, split_methods
 from comb.evaluation.plot import Bars, Lines, Panel, in_order
-from comb.evaluation.table import Column, Row, TextTable, Timing, mebibytes, ms, spread
+from comb.evaluation.table import Column, Row, TextTable, Timing, mebibytes, ms, or_refused, spread
 
 if TYPE_CHECKING:
     import torch
 
-    from comb.bench.work.random_prompts import RandomPrompt
     from comb.cache.picache import PICache
+    from comb.evaluation.random_prompts import RandomPrompt
     from comb.methods.base import Method
 
 
 @dataclass(frozen=True)
 class ContextLengthOptions(RandomModelOptions):
-    """Of `comb bench context-length`."""
-
     methods: Methods = "full,naive,legolink:16,cacheblend:0.15"
-    lengths: Lengths = "512,1024,2048,4096"
+    lengths: Annotated[str, typer.Option(help="tokens of context, separated by commas")] = "512,1024,2048,4096"
     segment_tokens: Annotated[int, typer.Option(min=1, help="tokens per segment")] = 512
     query_tokens: QueryTokens = 32
     repeats: Repeats = 5
@@ -105,7 +103,7 @@ def measure_context_length(
         ValueError: when `full` differs from the plain model.
     """
     from comb import methods
-    from comb.bench.work.random_prompts import RandomPrompt, first_token, synchronize, vocabulary
+    from comb.evaluation.random_prompts import RandomPrompt, first_token, synchronize, vocabulary
     from comb.methods.prefix import prefixes_of
 
     made: dict[str, Method] = {}
@@ -161,7 +159,7 @@ def _checked(method: Method, prompt: RandomPrompt) -> Method:
     """Raises ValueError unless the logits on a short prompt are finite, and for `full` those of the plain model."""
     import torch
 
-    from comb.bench.work.random_prompts import check_logits
+    from comb.evaluation.random_prompts import check_logits
 
     with torch.no_grad():
         state = method.link(method.compile(prompt.segments), prompt.query)

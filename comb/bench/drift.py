@@ -12,12 +12,12 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 from tqdm import tqdm
 
-from comb.bench.harness import BenchmarkReport, benchmark, or_refused
+from comb.bench.harness import BenchmarkReport, benchmark
 from comb.bench.options import Methods, QuestionOptions, split_methods
 from comb.documents.document import Example
 from comb.evaluation.plot import Lines, Panel
 from comb.evaluation.setting import Setting
-from comb.evaluation.table import Column, Row, TextTable, Timing, fixed, spread
+from comb.evaluation.table import Column, Row, TextTable, Timing, fixed, or_refused, spread
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -27,8 +27,6 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class DriftOptions(QuestionOptions):
-    """Of `comb bench drift`."""
-
     model: Annotated[str, typer.Option(help="folder or Hub id of a hybrid, or nano-hybrid")] = "nano-hybrid"
     methods: Methods = "addition,addition:rotate=true,hypic:mode=rotation,hypic:0,hypic:4,hypic:8,hypic:16"
     limit: Annotated[int, typer.Option(min=1, help="questions at most")] = 50

@@ -25,7 +25,7 @@ field is an option of the command; bases for models, questions and random models
 
 With ``--out`` the JSON is written after every row; tables and plot come at the end, also of a run that was broken off.
 Options, tables and panels stand in files that import no torch, as `comb bench --help` doesn't: what measures imports it
-where it is used, or stands in `comb.bench.work`.
+where it is used.
 """
 
 from __future__ import annotations
@@ -33,8 +33,7 @@ from __future__ import annotations
 import inspect
 import os
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Annotated, Any, TypeVar, get_type_hints
@@ -47,8 +46,7 @@ from comb.backbones.unpublished import public
 from comb.bench import benchmarks
 from comb.evaluation.plot import Panel, draw
 from comb.evaluation.record import check_writable, environment, write_json
-from comb.evaluation.table import Row as Row
-from comb.evaluation.table import TextTable, Timing
+from comb.evaluation.table import Row, TextTable, Timing
 
 K = TypeVar("K")
 T = TypeVar("T")
@@ -68,20 +66,15 @@ class OutOptions:
 
 @dataclass
 class BenchmarkReport:
-    """What a run has found so far.
-
-    Attributes:
-        heading: over the tables. rows: the results. facts: what else the JSON says.
-        tables, panels: of the rows; the benchmark may replace them.
-    """
+    """What a run has found so far."""
 
     name: str
     options: OutOptions
-    tables: Tables
+    tables: Tables  # of the rows; the benchmark may replace it
     panels: Panels
-    heading: str = ""
+    heading: str = ""  # over the tables
     rows: list[Row] = field(default_factory=list)
-    facts: Row = field(default_factory=dict)
+    facts: Row = field(default_factory=dict)  # what else the JSON says
     begun: float = field(default_factory=time.perf_counter)
 
     def __post_init__(self) -> None:
@@ -172,23 +165,6 @@ def check_out(out: Path | None) -> None:
         raise ValueError(
             f"{out} is where `comb eval` leaves what the adapter's card shows: choose another name for --out"
         )
-
-
-@contextmanager
-def or_refused(row: Row) -> Iterator[None]:
-    """Puts what stopped the block into ``row["refused"]``, on one line: a model that doesn't fit, or no memory."""
-    import torch
-
-    from comb.cache.store import StoreFullError
-
-    refusals = (ValueError, MemoryError, NotImplementedError, StoreFullError, torch.OutOfMemoryError)
-    try:
-        yield
-    except (ValueError, MemoryError, RuntimeError) as error:
-        # "allocate memory" is how torch's CPU allocator says that memory runs out
-        if not isinstance(error, refusals) and "allocate memory" not in str(error):
-            raise
-        row["refused"] = " ".join(str(error).split()) or type(error).__name__
 
 
 def in_turns(calls: Mapping[K, Callable[[], T]], repeats: int) -> dict[K, list[T]]:

@@ -1,6 +1,6 @@
 """`comb bench mac`: what MAC attention reuses, reads and gets wrong, on synthetic streams and on a model's own answers.
 
-Streams (`comb.bench.work.mac_stream`) count keys and errors at the functional level: over context length, threshold,
+Streams (`comb.mac.streams`) count keys and errors at the functional level: over context length, threshold,
 window and band, and over one long decode with and without the caps. Answers are compared with MAC on and off. Nothing
 here takes a time: the reference is plain torch.
 """
@@ -17,7 +17,7 @@ import typer
 from tqdm import tqdm
 
 from comb.bench.harness import BenchmarkReport, benchmark
-from comb.bench.options import MaxNewTokens, QuestionOptions, integers
+from comb.bench.options import QuestionOptions, integers
 from comb.documents.document import Example
 from comb.evaluation.metrics import agreement, contains, score
 from comb.evaluation.plot import Lines, Panel
@@ -26,7 +26,7 @@ from comb.evaluation.table import Column, Row, TextTable, fixed, percent
 from comb.kernels.mac.mac_config import MacConfig
 
 if TYPE_CHECKING:
-    from comb.bench.work.mac_stream import StreamSpec
+    from comb.mac.streams import StreamSpec
 
 TAUS, BANDS = (0.15, 0.45, 0.75, 0.85, 0.95), (8, 16, 64, 256)
 FAR: dict[str, Any] = {"recency": 7.0, "content": 1.5, "drift": 0.05, "heads": 16, "kv_heads": 4}
@@ -43,8 +43,6 @@ OPTIONS = tuple(
 
 @dataclass(frozen=True)
 class MacOptions(QuestionOptions):
-    """Of `comb bench mac`."""
-
     config: Annotated[str, typer.Option(help="MAC of the streams: a preset and parameters")] = "generation:min_length=0"
     contexts: Annotated[str, typer.Option(help="tokens of the streams' contexts")] = "1024,2048,4096,8192"
     steps: Annotated[int, typer.Option(min=10, help="decode steps of a stream")] = 256
@@ -55,7 +53,7 @@ class MacOptions(QuestionOptions):
         "window=64,band=32,min_length=64,audit_every=4,audit_bound=none"
     )
     questions: Annotated[int, typer.Option(min=1, help="of those read, how many are asked as they are")] = 40
-    max_new_tokens: MaxNewTokens = 48
+    max_new_tokens: Annotated[int, typer.Option(min=1, help="longest answer, in tokens")] = 48
 
 
 def tables(rows: Sequence[Row]) -> list[TextTable]:
@@ -110,7 +108,7 @@ def error_between(row: Row, first: float, last: float) -> float:
 @benchmark("mac", tables, panels)
 def measure_mac(options: MacOptions, report: BenchmarkReport) -> None:
     """Reuse of attention while decoding: keys read, errors, drift, and answers with MAC on and off."""
-    from comb.bench.work.mac_stream import StreamSpec
+    from comb.mac.streams import StreamSpec
 
     chosen, contexts = MacConfig.parse(options.config), integers(options.contexts, "--contexts")
     configs = {}
@@ -133,7 +131,7 @@ def measure_mac(options: MacOptions, report: BenchmarkReport) -> None:
 
 def sweep_streams(spec: StreamSpec, config: MacConfig, contexts: Sequence[int]) -> Iterator[Row]:
     """Every sweep around `config` on streams like `spec`: rows of `run_stream`, with ``sweep`` and ``value``."""
-    from comb.bench.work.mac_stream import make_stream, run_stream
+    from comb.mac.streams import make_stream, run_stream
 
     far = replace(spec, **FAR)
     plan: list[tuple[str, float | str, StreamSpec, MacConfig]] = [

@@ -29,8 +29,6 @@ from comb.evaluation.table import Row, TextTable
 
 @dataclass(frozen=True)
 class MethodsOptions(QuestionOptions):
-    """Of `comb bench methods`."""
-
     methods: Methods = ""
     config: Annotated[Path | None, typer.Option(help="sets of questions and their templates; instead of --dataset")] = (
         None
@@ -60,18 +58,14 @@ _OF_DATASET = ("dataset", "path", "split", "num_documents", "query_template", "d
 
 @dataclass(frozen=True)
 class QuestionSet:
-    """One set that is ready to be asked.
-
-    Args:
-        source: what its questions depend on. facts: what the JSON says of it.
-    """
+    """One set that is ready to be asked."""
 
     name: str
     setting: Setting
     examples: Sequence[Example]
     rules: AnswerRules
-    source: dict[str, Any]
-    facts: dict[str, Any]
+    source: dict[str, Any]  # what its questions depend on
+    facts: dict[str, Any]  # what the JSON says of it
 
 
 def tables(rows: Sequence[Row]) -> list[TextTable]:
@@ -114,7 +108,10 @@ def _by_set(rows: Sequence[Row]) -> list[tuple[str, list[Row]]]:
 @benchmark("methods", tables)
 def compare_methods(options: MethodsOptions, report: BenchmarkReport) -> None:
     """Answers, KL to full recompute, times and bytes of every method; with --out a broken-off run goes on."""
-    from comb.backbones.adapter import trained_method
+    from comb.backbones.adapter import backbone_fingerprint, trained_method
+    from comb.backbones.identity import backbone_of
+    from comb.evaluation.compare import compare, measure_times
+    from comb.evaluation.summary import summarize
 
     if options.metric not in METRICS:
         raise ValueError(f"--metric is one of {', '.join(METRICS)}, not {options.metric!r}")
@@ -124,12 +121,29 @@ def compare_methods(options: MethodsOptions, report: BenchmarkReport) -> None:
     report.facts["sets"] = {}
     for asked in question_sets(options, report):
         report.facts["sets"][asked.name] = asked.facts
-        model = asked.setting.model
-        own = trained_method(model)
+        setting, own = asked.setting, trained_method(asked.setting.model)
         trained = [own] if own is not None and not options.methods else []
         # both ends of the scale stand in every table; what can't be had with the model says why
         between = [spec for spec in [*trained, *given] if spec not in ("full", NO_DOCUMENTS)]
-        ask(asked, ["full", *between, NO_DOCUMENTS], options, report)
+        specs, backbone = ["full", *between, NO_DOCUMENTS], backbone_of(setting.model)
+        made_with = {
+            "backbone": backbone_fingerprint(backbone), "dtype": str(backbone.dtype),
+            "seed": options.seed, "rules": asdict(asked.rules), "head": setting.builder.head,
+            **({"lead": setting.builder.lead} if setting.builder.lead else {}),
+            "query": setting.query_template, "document": setting.builder.document_template,
+            "splitter": options.splitter, **asked.source,
+        }  # fmt: skip
+        path = None if options.out is None else options.out.with_suffix("") / f"{asked.name}.jsonl"
+        journal, refused = Journal(path, made_with), dict[str, str]()
+        try:
+            refused |= compare(
+                setting, asked.examples, specs, journal, rules=asked.rules, answers=options.limit, title=asked.name
+            )
+            running = [spec for spec in specs if spec not in refused]
+            measure_times(setting, asked.examples, running, journal, options.timing_questions)
+        finally:  # also of a run that is broken off in between: what all have answered
+            for row in summarize(journal.rows, asked.examples, specs, refused):
+                report.add({"set": asked.name, **row})
 
 
 def every_method() -> list[str]:
@@ -185,33 +199,3 @@ def question_sets(options: MethodsOptions, report: BenchmarkReport) -> Iterator[
         examples = drop_too_long(setting, found.examples[:wanted], ["full"], rules.max_new_tokens, counts)
         source = {"dataset": each.dataset, "split": each.split, "options": each.options}
         yield QuestionSet(each.name, setting, examples, rules, source, {**asdict(each), "data": counts.to_dict()})
-
-
-def ask(asked: QuestionSet, specs: Sequence[str], options: MethodsOptions, report: BenchmarkReport) -> None:
-    """Adds a row per method to the report, also when the run is broken off in between: of what all have answered."""
-    from comb.backbones.adapter import backbone_fingerprint
-    from comb.backbones.identity import backbone_of
-    from comb.evaluation.compare import compare, measure_times
-    from comb.evaluation.summary import summarize
-
-    folder = None if options.out is None else options.out.with_suffix("")
-    backbone = backbone_of(asked.setting.model)
-    made_with = {
-        "backbone": backbone_fingerprint(backbone), "dtype": str(backbone.dtype),
-        "seed": options.seed, "rules": asdict(asked.rules), "head": asked.setting.builder.head,
-        **({"lead": asked.setting.builder.lead} if asked.setting.builder.lead else {}),
-        "query": asked.setting.query_template, "document": asked.setting.builder.document_template,
-        "splitter": options.splitter, **asked.source,
-    }  # fmt: skip
-    journal = Journal(None if folder is None else folder / f"{asked.name}.jsonl", made_with)
-    refused: dict[str, str] = {}
-    try:
-        refused |= compare(
-            asked.setting, asked.examples, specs, journal,
-            rules=asked.rules, answers=options.limit, title=asked.name,
-        )  # fmt: skip
-        running = [spec for spec in specs if spec not in refused]
-        measure_times(asked.setting, asked.examples, running, journal, options.timing_questions)
-    finally:
-        for row in summarize(journal.rows, asked.examples, specs, refused):
-            report.add({"set": asked.name, **row})

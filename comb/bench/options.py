@@ -17,13 +17,8 @@ from comb.evaluation.setting import NO_DOCUMENTS, Setting, drop_too_long
 LEAST_POSITIONS = 128  # of the random model: what is checked before anything is timed must fit
 
 Methods = Annotated[str, typer.Option(help="separated by commas, parameters and all: full,legolink:16,comb")]
-MaxNewTokens = Annotated[int, typer.Option(min=1, help="longest answer, in tokens")]
 QueryTokens = Annotated[int, typer.Option(min=1, help="tokens behind the segments")]
-Lengths = Annotated[str, typer.Option(help="tokens of context, separated by commas")]
 Repeats = Annotated[int, typer.Option(min=1, help="measurements; in each, all take their turn")]
-ChatTemplateKwargs = Annotated[
-    str, typer.Option(help='JSON: what the chat template is given, such as {"enable_thinking": false}')
-]
 OfRandomModel = Annotated[int, typer.Option(help="of the random model")]
 Seed = Annotated[int, typer.Option(help="of everything drawn at random")]
 
@@ -45,7 +40,6 @@ class ModelOptions(DeviceOptions):
     seed: Seed = 0
 
     def load(self) -> Any:
-        """The model."""
         from comb.model.source import load_named
 
         return load_named(self.model, backbone=self.backbone, dtype=self.dtype, device=self.device)
@@ -66,12 +60,10 @@ class RandomModelOptions(ModelOptions):
 
     @property
     def is_random(self) -> bool:
-        """Whether the model is made, not loaded."""
         return self.model in ("random", "random-hybrid")
 
     @property
     def title(self) -> str:
-        """The model in words."""
         if not self.is_random:
             return self.model
         return f"{self.model.replace('-', ' ')} model, {self.layers} layers, hidden {self.hidden}"
@@ -82,7 +74,7 @@ class RandomModelOptions(ModelOptions):
             return super().load()
         import torch
 
-        from comb.bench.work.random_prompts import random_model
+        from comb.evaluation.random_prompts import random_model
         from comb.model.source import named_device
 
         # where no checkpoint says it: float32, and a GPU if there is one
@@ -116,7 +108,9 @@ class QuestionOptions(ModelOptions):
     splitter: Annotated[
         str | None, typer.Option(help="how long documents are split (KVSplit), for example fixed:512")
     ] = None
-    chat_template_kwargs: ChatTemplateKwargs = "{}"
+    chat_template_kwargs: Annotated[
+        str, typer.Option(help='JSON: what the chat template is given, such as {"enable_thinking": false}')
+    ] = "{}"
 
     def setting(self) -> Setting:
         """Model, tokenizer and templates; an adapter's own templates where none are given."""

@@ -33,14 +33,14 @@ import yaml
 
 from comb.bench.context_length import context_length
 from comb.bench.drift import drift
-from comb.bench.harness import BenchmarkReport, OutOptions, benchmark, or_refused
+from comb.bench.harness import BenchmarkReport, OutOptions, benchmark
 from comb.bench.mac import measure_mac
 from comb.bench.methods import compare_methods
 from comb.bench.options import DeviceOptions, Seed
 from comb.bench.parallel import parallel
 from comb.documents.datasets import DATA
 from comb.evaluation.setting import read_sets
-from comb.evaluation.table import Column, Row, TextTable, Timing
+from comb.evaluation.table import Column, Row, TextTable, Timing, or_refused
 from comb.kernels.mac.mac_config import MacConfig
 
 _CHANNELS = 128
@@ -69,8 +69,6 @@ other way round."""
 
 @dataclass(frozen=True)
 class PaperOptions(DeviceOptions):
-    """Of `comb bench paper`."""
-
     name: Annotated[str, typer.Argument(metavar="NAME", help=f"one of {', '.join(PAPERS)}")] = ""
     model: Annotated[str, typer.Option(help="instead of the small ones that the protocol names")] = ""
     questions: Annotated[int, typer.Option(min=1, help="per set")] = 12
@@ -294,7 +292,7 @@ def ring_overhead() -> list[Row]:
 
 def prefill() -> list[Row]:
     """MAC-Attention table 8: a made-up prompt of 1,024 tokens in chunks of 128, any earlier chunk's token may match."""
-    from comb.bench.work.mac_stream import StreamSpec, make_stream, run_stream
+    from comb.mac.streams import StreamSpec, make_stream, run_stream
 
     rows = []
     for tau, band in ((0.30, 64), (0.45, 16), (0.45, 32), (0.45, 64), (0.60, 64)):

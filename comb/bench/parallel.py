@@ -25,9 +25,9 @@ from comb.evaluation.plot import Bars, Panel
 from comb.evaluation.table import Column, Row, TextTable, Timing, fixed, ms, percent, spread
 
 if TYPE_CHECKING:
-    from comb.bench.work.random_prompts import RandomPrompt
     from comb.engine.workers import CompileExecutor
     from comb.engine.workers.executor import Plan
+    from comb.evaluation.random_prompts import RandomPrompt
     from comb.methods.base import Method
 
 STAGES = ("dispatch", "transfer", "combine")
@@ -35,8 +35,6 @@ STAGES = ("dispatch", "transfer", "combine")
 
 @dataclass(frozen=True)
 class ParallelOptions(RandomModelOptions):
-    """Of `comb bench parallel`."""
-
     methods: Methods = "naive,legolink:16"
     workers: Annotated[str, typer.Option(help="numbers of workers to measure, 1 among them")] = "1,2"
     beyond: Annotated[str, typer.Option(help="numbers of workers to simulate")] = "1,2,4,8,16,32,64"
@@ -85,8 +83,8 @@ def panels(rows: Sequence[Row]) -> list[Panel]:
 @benchmark("parallel", tables, panels)
 def parallel(options: ParallelOptions, report: BenchmarkReport) -> None:
     """TTFT of a cold prompt over several workers, by dispatch, transfer and combine, and simulated beyond (HYPIC)."""
-    from comb.bench.work.random_prompts import RandomPrompt, vocabulary
     from comb.engine.workers.ray_actors import ray_executor
+    from comb.evaluation.random_prompts import RandomPrompt, vocabulary
     from comb.model.source import ModelSource
 
     specs = split_methods(options.methods, control=False)
@@ -131,7 +129,7 @@ def measure_parallel(
     import torch
 
     from comb import methods
-    from comb.bench.work.random_prompts import check_logits, first_token
+    from comb.evaluation.random_prompts import check_logits, first_token
 
     def once(method: Method, count: int) -> dict[str, Any]:
         """Seconds by stage of one cold prompt, and of every segment."""

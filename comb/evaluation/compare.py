@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import dataclass
 from hashlib import sha256
 from typing import Any
@@ -27,27 +27,20 @@ from comb.engine.engine import PICEngine, default_store
 from comb.engine.report import cache_bytes
 from comb.evaluation.record import Journal
 from comb.evaluation.setting import AnswerRules, Setting
+from comb.evaluation.table import or_refused
 from comb.methods.decode_state import DecodeState
 
 logger = logging.getLogger(__name__)
 
-REFUSALS = (ValueError, NotImplementedError, MemoryError, torch.OutOfMemoryError)
-"""What a method raises that can't run on a model, or has no room; other methods go on."""
-
 
 @dataclass(frozen=True)
 class ReferenceAnswer:
-    """What full recompute answered, with the `logits` [tokens, vocabulary] that each token was chosen from.
-
-    Args:
-        greedy: whether each token is the likeliest there (settings of the model may have changed logits).
-        facts: what it cost, as `linked` says it.
-    """
+    """What full recompute answered."""
 
     token_ids: tuple[int, ...]
-    logits: Tensor
-    greedy: bool
-    facts: Mapping[str, int]
+    logits: Tensor  # that each token was chosen from, [tokens, vocabulary]
+    greedy: bool  # whether each token is the likeliest there (settings of the model may have changed logits)
+    facts: Mapping[str, int]  # what it cost, as `linked` says it
 
 
 def compare(
@@ -76,12 +69,11 @@ def compare(
     """
     reference = setting.engine("full")
     settings, store = rules.settings(reference), default_store(setting.model)
-    engines, refused = {}, {}
+    engines: dict[str, PICEngine] = {}
+    refused: dict[str, str] = {}
     for spec in specs:
-        try:
+        with or_refused(refused, spec):
             engines[spec] = setting.engine(spec, store)
-        except REFUSALS as error:
-            refused[spec] = " ".join(str(error).split())
     names = {spec: made_by(engine) for spec, engine in engines.items()}
     # of a question that a method has twice the last row counts, as in `summarize`
     found = {(r["method"], r["question"]): (r["made_by"], "text" in r) for r in journal.rows if "computed" in r}
@@ -105,16 +97,14 @@ def compare(
             if not warm:  # a head is kept for all methods, and the first one would count it
                 warm = True
                 for spec in missing:
-                    with suppress(*REFUSALS), linked(engines[spec], *setting.request(spec, example)):
+                    with or_refused({}), linked(engines[spec], *setting.request(spec, example)):
                         pass
             for spec in missing:
-                try:
+                with or_refused(refused, spec):
                     row = _row(setting, spec, engines[spec], example, expected, settings, rules, answered)
-                except REFUSALS as error:
-                    refused[spec] = " ".join(str(error).split()) or type(error).__name__
-                    del engines[spec]
-                else:
                     journal.add({"method": spec, "made_by": names[spec], "question": question, **row})
+                if spec in refused:
+                    del engines[spec]
     if without:
         logger.warning("no KL of %d questions: full recompute has no room for their prompts", without)
     return refused

@@ -35,15 +35,10 @@ MEASURABLE = ("full", "sliding", "both")
 
 @dataclass(frozen=True)
 class Placement:
-    """What was found.
+    """What was found."""
 
-    Args:
-        losses: by layer, the mean divergence in nats per answer token when documents are hidden there.
-        without: the same when there are no documents at all, for scale.
-    """
-
-    losses: dict[int, float]
-    without: float
+    losses: dict[int, float]  # by layer, the mean divergence in nats per answer token when documents are hidden there
+    without: float  # the same when there are no documents at all, for scale
 
     def best(self, count: int) -> list[int]:
         """The `count` layers that lose most, ascending. Raises ValueError if there are not so many."""
@@ -52,11 +47,13 @@ class Placement:
         return sorted(sorted(self.losses, key=lambda layer: -self.losses[layer])[:count])
 
 
-def short_prompts(
-    prompts: Sequence[tuple[Prompt, Sequence[int]]], tokens: int = MEASURED_TOKENS
-) -> list[tuple[Prompt, Sequence[int]]]:
+Asked = tuple[Prompt, Sequence[int]]
+"""A prompt, and the answer whose tokens are looked at."""
+
+
+def short_prompts(prompts: Sequence[Asked], tokens: int = MEASURED_TOKENS) -> list[Asked]:
     """The shortest of the prompts, up to `tokens` together: where documents are read doesn't depend on their length."""
-    chosen: list[tuple[Prompt, Sequence[int]]] = []
+    chosen: list[Asked] = []
     total = 0
     for item in sorted(prompts, key=_tokens):
         total += _tokens(item)
@@ -66,19 +63,16 @@ def short_prompts(
     return chosen
 
 
-def _tokens(item: tuple[Prompt, Sequence[int]]) -> int:
+def _tokens(item: Asked) -> int:
     return len(item[0].flat) + len(item[1])
 
 
 @torch.no_grad()
-def measure_placement(
-    backbone: PreTrainedModel, prompts: Sequence[tuple[Prompt, Sequence[int]]], *, batch_tokens: int = 4096
-) -> Placement:
+def measure_placement(backbone: PreTrainedModel, prompts: Sequence[Asked], *, batch_tokens: int = 4096) -> Placement:
     """Measures every layer that has an attention.
 
     Args:
-        prompts: prompts with documents, and the answers whose tokens are looked at: not those that the placement is
-            scored on afterwards.
+        prompts: with documents, and not those that the placement is scored on afterwards.
         batch_tokens: of one forward pass, padding included.
 
     Raises:
@@ -101,28 +95,21 @@ def measure_placement(
     if not all(prompt.segments for prompt, _ in prompts):
         raise ValueError("a placement is measured on prompts with documents, and one has none")
     for rows in padded_batches(sorted(prompts, key=_tokens), batch_tokens, _tokens):
-        batch = _Batch.of(rows, backbone.device)
+        batch = _Batch(rows, backbone.device)
         reference = batch.logprobs(backbone)
         count += len(reference)
         for index, attention in chosen.items():
             with hidden_in(attention, batch.hidden):
                 losses[index] += _divergence(reference, batch.logprobs(backbone))
-        bare = _Batch.of([(Prompt((), (), prompt.query), answer) for prompt, answer in batch.prompts], backbone.device)
+        bare = _Batch([(Prompt((), (), prompt.query), answer) for prompt, answer in rows], backbone.device)
         without += _divergence(reference, bare.logprobs(backbone))
     return Placement({index: loss / count for index, loss in losses.items()}, without / count)
 
 
-@dataclass(frozen=True)
 class _Batch:
     """Rows padded on the right: behind a causal mask nobody sees what is there."""
 
-    prompts: Sequence[tuple[Prompt, Sequence[int]]]
-    input_ids: Tensor  # [rows, tokens]
-    predicts: Tensor  # [rows, tokens]: which tokens the answers' tokens are predicted at
-    hidden: Tensor  # [rows, 1, tokens, tokens]: what hiding the documents takes from the causal mask
-
-    @classmethod
-    def of(cls, prompts: Sequence[tuple[Prompt, Sequence[int]]], device: torch.device) -> _Batch:
+    def __init__(self, prompts: Sequence[Asked], device: torch.device) -> None:
         shape = len(prompts), max(len(prompt.flat) + len(answer) for prompt, answer in prompts)
         ids = torch.zeros(shape, dtype=torch.long)
         documents, predicts = torch.zeros(shape, dtype=torch.bool), torch.zeros(shape, dtype=torch.bool)
@@ -132,8 +119,10 @@ class _Batch:
             predicts[row, len(prompt.flat) - 1 : len(flat) - 1] = True
             for position, length in prompt.spans:
                 documents[row, position : position + length] = True
-        hidden = ~documents[:, :, None] & documents[:, None, :]
-        return cls(prompts, ids.to(device), predicts.to(device), hidden[:, None].to(device))
+        self.input_ids = ids.to(device)
+        self.predicts = predicts.to(device)  # which tokens the answers' tokens are predicted at
+        # what hiding the documents takes from the causal mask: [rows, 1, tokens, tokens]
+        self.hidden = (~documents[:, :, None] & documents[:, None, :])[:, None].to(device)
 
     def logprobs(self, backbone: PreTrainedModel) -> Tensor:
         """Of the answers' tokens. [answer tokens, vocabulary] float32"""

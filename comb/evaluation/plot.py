@@ -17,23 +17,17 @@ _EXACT = 1e-3  # nats: what is below is full recompute, to rounding
 
 @dataclass(frozen=True)
 class Lines:
-    """`y` over `x`: one line per name, its quartiles shaded where values are timings. Refused rows are left out.
-
-    Args:
-        y: key of the values, multiplied by `scale`; or keys by the name of their line, and `by` is then not used.
-        by: key of the name of a row's line.
-        log: axes with a logarithmic scale: "x", "y" or "xy". level: a dashed horizontal line.
-    """
+    """`y` over `x`: one line per name, its quartiles shaded where values are timings. Refused rows are left out."""
 
     rows: Sequence[Row]
     x: str
-    y: str | Mapping[str, str]
+    y: str | Mapping[str, str]  # key of the values; or keys by the name of their line, and `by` is then not used
     xlabel: str
     ylabel: str
-    by: str = "method"
+    by: str = "method"  # key of the name of a row's line
     scale: float = 1.0
-    log: str = ""
-    level: float | None = None
+    log: str = ""  # axes with a logarithmic scale: "x", "y" or "xy"
+    level: float | None = None  # a dashed horizontal line
 
     def draw(self, axes: Any) -> None:
         curves: dict[str, list[tuple[float, Any]]] = {}
@@ -86,15 +80,11 @@ class Bars:
 
 @dataclass(frozen=True)
 class Quality:
-    """Quality against time to first token: hollow cold, filled cached (EPIC Fig. 6), a dotted line without times.
+    """Quality against time to first token: hollow cold, filled cached (EPIC Fig. 6), a dotted line without times."""
 
-    Args:
-        rows: of `summarize`; refused methods are left out. metric: of `METRICS`. name: of the questions.
-    """
-
-    rows: Sequence[Row]
+    rows: Sequence[Row]  # of `summarize`; refused methods are left out
     metric: str = "em"
-    name: str = ""
+    name: str = ""  # of the questions
 
     def draw(self, axes: Any) -> None:
         for number, row in enumerate(row for row in self.rows if not row.get("refused")):
@@ -114,15 +104,10 @@ class Quality:
 
 @dataclass(frozen=True)
 class Frontier:
-    """What a method leaves of full recompute over what it costs: its KL with the 95% interval, on a logarithmic axis.
+    """What a method leaves of full recompute over what it costs: its KL with the 95% interval, on a log axis."""
 
-    Args:
-        rows: of `summarize`; those that are refused, have no KL or no documents are left out.
-        cost: key of what it costs; where that is None there is no point.
-    """
-
-    rows: Sequence[Row]
-    cost: str
+    rows: Sequence[Row]  # of `summarize`; those that are refused, have no KL or no documents are left out
+    cost: str  # key of what it costs; where that is None there is no point
     xlabel: str
     name: str = ""
 

@@ -10,6 +10,7 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from importlib import metadata
 from pathlib import Path
 from typing import Any
@@ -34,11 +35,18 @@ def environment(**settings: Any) -> dict[str, Any]:
     gpus = [torch.cuda.get_device_name(index) for index in range(torch.cuda.device_count())]
     installed = {dist.name.lower(): dist.version for dist in metadata.distributions() if dist.name}
     versions = {package: installed[package] for package in PACKAGES if package in installed}
+    commit = None  # not run from a source tree
+    with suppress(OSError, subprocess.SubprocessError):
+        described = subprocess.run(
+            ["git", "describe", "--always", "--dirty", "--abbrev=12", "--match="],
+            cwd=Path(__file__).resolve().parent, capture_output=True, text=True, timeout=10, check=True,
+        )  # fmt: skip
+        commit = described.stdout.strip() or None
     return {
         "argv": [program, *public(sys.argv[1:], here=True)],
         # torch says what it was built for, which its metadata may not name
         "versions": {"python": platform.python_version(), "torch": torch.__version__, **versions},
-        "commit": _commit(),
+        "commit": commit,
         "machine": {"system": platform.platform(), "cpus": os.cpu_count(), "gpus": gpus},
         **public(settings, here=True),
     }
@@ -81,7 +89,12 @@ def write_json(path: str | Path, content: Mapping[str, Any]) -> None:
     path = Path(path)
     path.parent.mkdir(parents=True, exist_ok=True)
     temporary = path.with_name(f"{path.name}.tmp{os.getpid()}")
-    temporary.write_text(json.dumps(content, indent=2, default=_plain) + "\n", encoding="utf-8")
+
+    def plain(value: Any) -> Any:
+        """Dataclasses (times with their quartiles) by their fields; paths and dtypes by their names."""
+        return vars(value) if hasattr(value, "__dataclass_fields__") else str(value)
+
+    temporary.write_text(json.dumps(content, indent=2, default=plain) + "\n", encoding="utf-8")
     temporary.replace(path)
 
 
@@ -96,23 +109,6 @@ def check_writable(folder: str | Path, *names: str) -> None:
         raise ValueError(f"{there} is no folder that can be written to ({error.strerror})") from error
     for path in (path for name in names for path in folder.glob(name) if path.is_dir()):
         raise ValueError(f"{path} is a folder, where a file is to be written: take it away")
-
-
-def _plain(value: Any) -> Any:
-    """Dataclasses (times with their quartiles) by their fields; paths and dtypes by their names."""
-    return vars(value) if hasattr(value, "__dataclass_fields__") else str(value)
-
-
-def _commit() -> str | None:
-    """The commit of the source tree, "-dirty" behind it if files differ; None when not run from one."""
-    try:
-        described = subprocess.run(
-            ["git", "describe", "--always", "--dirty", "--abbrev=12", "--match="],
-            cwd=Path(__file__).resolve().parent, capture_output=True, text=True, timeout=10, check=True,
-        )  # fmt: skip
-    except (OSError, subprocess.SubprocessError):
-        return None
-    return described.stdout.strip() or None
 
 
 class Journal:

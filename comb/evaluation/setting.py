@@ -129,23 +129,14 @@ def drop_too_long(
 
 @dataclass(frozen=True)
 class QuestionTemplate:
-    """How documents and a question become a prompt.
+    """How documents and a question become a prompt."""
 
-    Args:
-        head: plain text in front of the documents (`PromptBuilder.head`); None takes the model's chat template.
-        lead: text in front of the documents in the user's message (`PromptBuilder.lead`).
-        document: with ``{text}`` and, optionally, ``{title}``; None is `PromptBuilder`'s own.
-        query: with ``{query}``.
-        stop: characters that end an answer, as the model's end token does; the text in front is scored.
-        prompts: a file of prompts below the folder of all sets' data; a set's stands in it instead of lead and query.
-    """
-
-    head: str | None = None
-    lead: str = ""
-    document: str | None = None
+    head: str | None = None  # plain text in front of the documents; None takes the model's chat template
+    lead: str = ""  # text in front of the documents in the user's message
+    document: str | None = None  # with ``{text}`` and, optionally, ``{title}``; None is `PromptBuilder`'s own
     query: str = "{query}"
-    stop: str = ""
-    prompts: str | None = None
+    stop: str = ""  # characters that end an answer, as the model's end token does; the text in front is scored
+    prompts: str | None = None  # a file below the folder of all sets' data; a set's prompt in it has lead and query
 
     def __post_init__(self) -> None:
         if self.prompts is not None and (self.lead or self.query != "{query}"):
@@ -157,23 +148,16 @@ class QuestionTemplate:
 
 @dataclass(frozen=True)
 class EvaluationSet:
-    """Questions of one dataset, and how they are asked.
-
-    Args:
-        dataset: a registered name. path: its file below the folder of all sets' data, or ``hf://...`` (`below`).
-        split: the side that is scored; templates were chosen on the other one.
-        options: of the dataset's reader.
-        prompt: the name of its prompt, where the template is a file of prompts.
-    """
+    """Questions of one dataset, and how they are asked."""
 
     name: str
-    dataset: str
+    dataset: str  # a registered name
     template: QuestionTemplate
-    path: str | None = None
-    split: str = "heldout"
+    path: str | None = None  # below the folder of all sets' data, or ``hf://...`` (`below`)
+    split: str = "heldout"  # the side that is scored; templates were chosen on the other one
     max_new_tokens: int = 24
-    options: Mapping[str, Any] = field(default_factory=dict)
-    prompt: str | None = None
+    options: Mapping[str, Any] = field(default_factory=dict)  # of the dataset's reader
+    prompt: str | None = None  # the name of its prompt, where the template is a file of prompts
 
     def __post_init__(self) -> None:
         if (self.prompt is None) != (self.template.prompts is None):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import statistics
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -43,21 +44,15 @@ class Timing:
 
 @dataclass(frozen=True)
 class Column:
-    """One column.
-
-    Args:
-        value: its key in a row, or a function of the row. form: writes a value that isn't None, which is ``-``.
-        note: what it means, for the remarks. names: it says which row this is, and so stays when nothing was measured.
-    """
+    """One column."""
 
     name: str
-    value: str | Callable[[Row], Any]
-    form: Callable[[Any], str] = str
-    note: str = ""
-    names: bool = False
+    value: str | Callable[[Row], Any]  # its key in a row, or a function of the row
+    form: Callable[[Any], str] = str  # writes a value that isn't None, which is ``-``
+    note: str = ""  # what it means, for the remarks
+    names: bool = False  # it says which row this is, and so stays when nothing was measured
 
     def cell(self, row: Row) -> str:
-        """This column's text in one row."""
         if row.get("refused") and not self.names:
             return "-"
         value = row.get(self.value) if isinstance(self.value, str) else self.value(row)
@@ -112,17 +107,13 @@ class TextTable:
 
 @dataclass(frozen=True)
 class FittedTable:
-    """A table for the terminal: columns that have no room beside the others stand below them, and no word is lost.
-
-    Args:
-        left: names of columns that begin at the left; the others are numbers.
-    """
+    """A table for the terminal: columns that have no room beside the others stand below them, and no word is lost."""
 
     names: Sequence[str]
     lines: Sequence[Sequence[str]]
     title: str | None = None
     caption: str | None = None
-    left: Sequence[str] = ("method",)
+    left: Sequence[str] = ("method",)  # names of columns that begin at the left; the others are numbers
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> Iterator[Table]:
         """One or more tables, each beginning with the columns that say which row this is."""
@@ -154,6 +145,28 @@ class FittedTable:
         """In columns of the terminal, of a table of these columns; two are between two of them, and one at each end."""
         cells = ((self.names[place], *(line[place] for line in self.lines)) for place in places)
         return sum(max(map(cell_len, column)) for column in cells) + 2 * len(places)
+
+
+@contextmanager
+def or_refused(row: dict[str, Any], name: str = "refused") -> Iterator[None]:
+    """Puts what stopped the block into ``row[name]``, on one line: a model that doesn't fit, or no memory."""
+    import torch
+
+    from comb.cache.store import StoreFullError
+
+    refusals = (ValueError, MemoryError, NotImplementedError, StoreFullError, torch.OutOfMemoryError)
+    try:
+        yield
+    except (ValueError, MemoryError, RuntimeError) as error:
+        # "allocate memory" is how torch's CPU allocator says that memory runs out
+        if not isinstance(error, refusals) and "allocate memory" not in str(error):
+            raise
+        row[name] = " ".join(str(error).split()) or type(error).__name__
+
+
+def us(timing: Timing) -> str:
+    """The median in microseconds."""
+    return f"{1e6 * timing.median:.0f}"
 
 
 def ms(seconds: Timing | float) -> str:

@@ -15,20 +15,13 @@ INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 
 @dataclass(frozen=True)
 class Launch:
-    """Sizes of the launches; they change rounding and speed, nothing else.
+    """Sizes of the attention's launches; they change rounding and speed, nothing else."""
 
-    Args:
-        key_tile: keys that one turn of the attention's loop reads, at least 16.
-        programs: of the attention; None: `per_processor` for each multiprocessor of the device.
-        warps: of the attention.
-        stages: tiles that its loop keeps in flight; None: up to 3, as far as 96 KiB of shared memory hold them.
-    """
-
-    key_tile: int = 64
-    programs: int | None = None
+    key_tile: int = 64  # keys that one turn of the loop reads, at least 16
+    programs: int | None = None  # None: `per_processor` for each multiprocessor of the device
     per_processor: int = 2
     warps: int = 4
-    stages: int | None = None
+    stages: int | None = None  # tiles in flight; None: up to 3, as far as 96 KiB of shared memory hold them
 
     def __post_init__(self) -> None:
         if self.key_tile < 16 or self.key_tile & (self.key_tile - 1):

@@ -15,50 +15,32 @@ from comb.kernels.mac.step import MacStep
 
 @dataclass(frozen=True)
 class LayerReport:
-    """One layer. Means are over decode steps, rows and query heads.
-
-    Args:
-        searches: row-head pairs that were searched for a match.
-        hit_rate: share of them that had one (the paper's acceptance).
-        keys_read, keys_exact: by MAC, and what exact attention would have read.
-        group_keys_read: by a kernel that reads key/value heads once for all their query heads; group_keys_exact.
-        audits, error_mean, error_max: relative errors of the layer's output against exact attention.
-        band_mass: share of the attention that falls on the band, at audits.
-        off: why the layer is no longer reused; empty while it is.
-    """
+    """One layer. Means are over decode steps, rows and query heads."""
 
     layer: int
-    searches: int = 0
-    hit_rate: float = 0.0
+    searches: int = 0  # row-head pairs that were searched for a match
+    hit_rate: float = 0.0  # share of them that had one (the paper's acceptance)
     keys_read: int = 0
-    keys_exact: int = 0
-    group_keys_read: int = 0
+    keys_exact: int = 0  # what exact attention would have read
+    group_keys_read: int = 0  # by a kernel that reads key/value heads once for all their query heads
     group_keys_exact: int = 0
     audits: int = 0
-    error_mean: float | None = None
+    error_mean: float | None = None  # of the layer's output against exact attention, relative
     error_max: float | None = None
-    band_mass: float | None = None
-    off: str = ""
+    band_mass: float | None = None  # share of the attention that falls on the band, at audits
+    off: str = ""  # why the layer is no longer reused
 
 
 @dataclass(frozen=True)
 class MacReport:
-    """A session, or a part of one.
+    """A session, or a part of one."""
 
-    Args:
-        steps: decode steps, of all rows at once. prompts: passes over more than one token.
-        layers: those that were reused at all.
-        exact: attention calls of decode steps left to exact attention, by reason.
-        events: how often rings were emptied, by reason.
-        nbytes: of the rings.
-    """
-
-    steps: int
-    prompts: int
-    layers: tuple[LayerReport, ...]
-    exact: dict[str, int] = field(default_factory=dict)
-    events: dict[str, int] = field(default_factory=dict)
-    nbytes: int = 0
+    steps: int  # decode steps, of all rows at once
+    prompts: int  # passes over more than one token
+    layers: tuple[LayerReport, ...]  # those that were reused at all
+    exact: dict[str, int] = field(default_factory=dict)  # attention calls of decode steps left to it, by reason
+    events: dict[str, int] = field(default_factory=dict)  # how often rings were emptied, by reason
+    nbytes: int = 0  # of the rings
 
     @property
     def hit_rate(self) -> float:

@@ -28,27 +28,17 @@ _MAX_CHECKED = 2**26
 
 @dataclass
 class DecoderPass:
-    """One forward pass of the decoder.
+    """One forward pass of the decoder."""
 
-    Args:
-        decodes: one token per row behind all others; anything else is a prompt, or a part of one.
-        cache: what it reads and writes; None without one.
-        rows: the queries where they are scattered (linking); None: they are the last N.
-        start: keys of padding in front of each row [B]; None where the mask says something else, which `unclear` names.
-        mask_length: keys that the mask covers; None without one.
-        positions: that the rotary embedding is given, [B or 1, N]; None: key indices.
-        audited: exact attention is computed as well.
-        masks: that attention got in this pass, and whether they are causal with padding in front and nothing else.
-    """
-
-    decodes: bool
+    decodes: bool  # one token per row behind all others; anything else is a prompt, or a part of one
     cache: Any
-    rows: ScatteredRows | None
-    start: Tensor | None
-    mask_length: int | None
-    positions: Tensor | None
+    rows: ScatteredRows | None  # the queries where they are scattered (linking); None: they are the last N
+    start: Tensor | None  # keys of padding in front of each row [B]; None where `unclear` says what the mask is
+    mask_length: int | None  # keys that the mask covers
+    positions: Tensor | None  # that the rotary embedding is given, [B or 1, N]; None: key indices
     unclear: str
-    audited: bool = False
+    audited: bool = False  # exact attention is computed as well
+    # that attention got in this pass, and whether they are causal with padding in front and nothing else
     masks: list[tuple[Tensor, bool]] = field(default_factory=list)
 
     def key_indices(self, call: AttentionCall, device: torch.device | None = None) -> Tensor:

@@ -18,8 +18,7 @@ from comb.backbones.identity import identity_of
 from comb.backbones.rotary import RotaryEmbedding
 from comb.backbones.transformers_private import can_set_attention
 from comb.kernels.mac.state import accumulator
-from comb.linking.positions import RotaryProbe
-from comb.linking.positions import Rerotation, Rotation
+from comb.linking.positions import Rerotation, RotaryProbe, Rotation
 
 # under which sparse attention (DeepSeek-V3.2, GLM-MoE-DSA, MiniMax-M3) hands over the keys that its indexer has chosen
 _CHOSEN = ("indices", "block_indices")
@@ -31,19 +30,12 @@ class UnsupportedModelError(ValueError):
 
 @dataclass(frozen=True)
 class LayerQueries:
-    """How one layer's queries turn with the position.
+    """How one layer's queries turn with the position."""
 
-    Args:
-        module: the attention module that calls.
-        source: what turns them; None where positions aren't in the query (NoPE).
-        rotation: the channels that turn; None likewise.
-        unknown: why MAC leaves this layer alone; empty otherwise.
-    """
-
-    module: nn.Module
-    source: RotaryEmbedding | None = None
-    rotation: Rotation | None = None
-    unknown: str = ""
+    module: nn.Module  # the attention module that calls
+    source: RotaryEmbedding | None = None  # what turns them; None where positions aren't in the query (NoPE)
+    rotation: Rotation | None = None  # the channels that turn
+    unknown: str = ""  # why MAC leaves this layer alone
 
     def unrotated(self, query: Tensor, positions: Tensor) -> Tensor:
         """`query` [B, H, N, D] at `positions` [B or 1, N] before its rotary embedding, in 32 bits or more.

@@ -105,7 +105,7 @@ def tiers(device: torch.device, *, tiny: bool) -> Section:
 def decode(device: torch.device, *, tiny: bool) -> Section:
     """A row for each method; a token's time is what a longer answer takes beyond a short one."""
     from comb import CombForCausalLM, methods
-    from comb.bench.work.random_prompts import RandomPrompt, random_model, vocabulary
+    from comb.evaluation.random_prompts import RandomPrompt, random_model, vocabulary
 
     sizes = {"layers": 2, "hidden": 64, "heads": 4, "kv_heads": 2, "vocab": 512}
     tokens, segment, count, repeats, dtype = 64, 16, 2, 1, torch.float32
@@ -133,7 +133,7 @@ def off_is_plain(model: CombForCausalLM) -> bool:
     """Whether logits and an answer without documents are the backbone's to the bit, after documents were read."""
     from comb import methods
     from comb.backbones.identity import backbone_of
-    from comb.bench.work.random_prompts import RandomPrompt, vocabulary
+    from comb.evaluation.random_prompts import RandomPrompt, vocabulary
 
     backbone = backbone_of(model)
     prompt = RandomPrompt.random(vocabulary(backbone), 64, 32, 32)
@@ -162,7 +162,7 @@ def token_seconds(state: DecodeState, tokens: int) -> float:
 
 def seconds_of(call: Callable[[], object], device: torch.device) -> float:
     """Of one call, what it has launched included."""
-    from comb.bench.work.random_prompts import synchronize
+    from comb.evaluation.random_prompts import synchronize
 
     synchronize(device)
     start = time.perf_counter()

@@ -12,7 +12,7 @@ import pytest
 import torch
 from typer.testing import CliRunner
 
-from comb import CombForCausalLM, Document, Example
+from comb import CombForCausalLM, Example
 from comb.bench import benchmarks
 from comb.bench.context_length import measure_context_length, peak_memory
 from comb.bench.context_length import tables as length_tables
@@ -20,30 +20,22 @@ from comb.bench.drift import measure_drift, without_full_layers
 from comb.bench.drift import tables as drift_tables
 from comb.bench.harness import BenchmarkReport, OutOptions, benchmark
 from comb.bench.options import integers, numbers, split_methods
-from comb.bench.work.random_prompts import RandomPrompt, random_model
 from comb.cli import main as cli
 from comb.documents.document import PromptBuilder
 from comb.evaluation.compare import linked
+from comb.evaluation.random_prompts import RandomPrompt, random_model
 from comb.evaluation.setting import Setting
 from comb.evaluation.table import Column, TextTable, Timing
 from tests.comb.test_hybrid_methods import text_model
 from tests.helpers.byte_text import byte_tokenizer
-from tests.helpers.families import open_gates
+from tests.helpers.facts import facts, strong_llama, write_facts
 
 runner = CliRunner()
 
 
 @pytest.fixture(scope="module")
 def model() -> CombForCausalLM:
-    """A tiny Llama of strong attention with an untrained encoder, gates open."""
-    import transformers as tf
-
-    from tests.helpers.families import BASE
-
-    torch.manual_seed(1)
-    config = tf.LlamaConfig(**{**BASE, "vocab_size": 300, "num_hidden_layers": 2, "initializer_range": 0.2})
-    backbone = tf.AutoModelForCausalLM.from_config(config).eval()
-    return open_gates(CombForCausalLM.from_backbone(backbone, num_encoder_layers=1)).eval()
+    return strong_llama()
 
 
 @pytest.fixture(scope="module")
@@ -54,10 +46,7 @@ def setting(model: CombForCausalLM) -> Setting:
 
 @pytest.fixture(scope="module")
 def examples() -> list[Example]:
-    return [
-        Example((Document(f"fact {n} is here"), Document(f"and other {n}")), f"what is {n}?", f"fact {n}", group=str(n))
-        for n in range(5)
-    ]
+    return facts()
 
 
 def run(*arguments: object) -> Any:
@@ -66,14 +55,7 @@ def run(*arguments: object) -> Any:
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory, model: CombForCausalLM) -> Path:
-    """The tiny model without its encoder, and data beside it."""
-    folder = tmp_path_factory.mktemp("bench")
-    model.backbone.save_pretrained(folder / "model")
-    byte_tokenizer().save_pretrained(folder / "model")
-    rows = [{"documents": [f"fact {n} is here", f"and other {n}"], "query": f"what is {n}?", "answer": f"fact {n}"}
-            for n in range(12)]  # fmt: skip
-    (folder / "data.jsonl").write_text("\n".join(map(json.dumps, rows)))
-    return folder
+    return write_facts(tmp_path_factory.mktemp("bench"), model)
 
 
 def written(path: Path, *arguments: object) -> Any:

@@ -15,7 +15,7 @@ import pytest
 import torch
 from typer.testing import CliRunner
 
-from comb import CombForCausalLM, Document, Example
+from comb import Document, Example
 from comb.backbones.tokenizer import load_tokenizer
 from comb.bench.methods import panels
 from comb.cli import main as cli
@@ -30,32 +30,21 @@ from comb.evaluation.summary import comparison_tables, summarize
 from comb.evaluation.table import Row, Timing
 from comb.model.source import load_named
 from tests.helpers.byte_text import byte_tokenizer
-from tests.helpers.families import open_gates
+from tests.helpers.facts import facts, strong_llama, write_facts
 
 METHODS = ("full", "prefix", "naive", "naive@fixed:8", "legolink:64", "comb", "none")
 
 
 @pytest.fixture(scope="module")
 def setting() -> Setting:
-    """A tiny Llama of strong attention with an untrained encoder, gates open; few-shot text in front."""
-    import transformers as tf
-
-    from tests.helpers.families import BASE
-
-    torch.manual_seed(1)
-    config = tf.LlamaConfig(**{**BASE, "vocab_size": 300, "num_hidden_layers": 2, "initializer_range": 0.2})
-    backbone = tf.AutoModelForCausalLM.from_config(config).eval()
-    model = open_gates(CombForCausalLM.from_backbone(backbone, num_encoder_layers=1)).eval()
+    """With few-shot text in front."""
     tokenizer = byte_tokenizer()
-    return Setting(model, tokenizer, PromptBuilder(tokenizer, head="Q: a? A: b\n"), "Q: {query} A:")
+    return Setting(strong_llama(), tokenizer, PromptBuilder(tokenizer, head="Q: a? A: b\n"), "Q: {query} A:")
 
 
 @pytest.fixture(scope="module")
 def examples() -> list[Example]:
-    return [
-        Example((Document(f"fact {n} is here"), Document(f"and other {n}")), f"what is {n}?", f"fact {n}", id=str(n))
-        for n in range(5)
-    ]
+    return facts()
 
 
 def compared(
@@ -351,12 +340,7 @@ sets:
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory, setting: Setting) -> Path:
-    folder = tmp_path_factory.mktemp("compare")
-    setting.model.backbone.save_pretrained(folder / "model")
-    setting.tokenizer.save_pretrained(folder / "model")
-    rows = [{"documents": [f"fact {n} is here", f"and other {n}"], "query": f"what is {n}?", "answer": f"fact {n}"}
-            for n in range(12)]  # fmt: skip
-    (folder / "data.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    folder = write_facts(tmp_path_factory.mktemp("compare"), setting.model)
     (folder / "sets.yaml").write_text(CONFIG)
     return folder
 

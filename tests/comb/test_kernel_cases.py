@@ -14,13 +14,13 @@ CPU = torch.device("cpu")
 
 
 def paged(dtype: torch.dtype, *, fp8: bool = False, queries: int = 1) -> Any:
-    from comb.bench.work.kernel_cases import PagedCase
+    from comb.kernels.cases import PagedCase
 
     return PagedCase(2, 4, 500, queries, dtype, fp8, heads=4, groups=2, width=64)
 
 
 def mac(hits: float, dtype: torch.dtype) -> Any:
-    from comb.bench.work.kernel_cases import MacCase
+    from comb.kernels.cases import MacCase
     from comb.kernels.mac.mac_config import MacConfig
 
     config = MacConfig(window=64, band=128, tau=0.6, min_length=0, max_chain=None, max_drift=False)
@@ -74,7 +74,7 @@ def test_a_fault_says_what_is_wrong() -> None:
 
 
 def test_errors_are_of_each_vector_alone() -> None:
-    from comb.bench.work.kernel_cases import relative_error
+    from comb.kernels.cases import relative_error
 
     wanted = torch.tensor([[3.0, 4.0], [0.03, 0.04]])
     assert relative_error(wanted, wanted) == 0

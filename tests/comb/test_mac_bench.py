@@ -12,14 +12,14 @@ from typer.testing import CliRunner
 
 from comb import Document, Example
 from comb.bench.mac import measure_quality, panels, sweep_streams, tables
-from comb.bench.work.mac_stream import StreamSpec, make_stream, run_stream
 from comb.cli import main as cli
 from comb.documents.document import PromptBuilder
 from comb.evaluation.plot import draw
 from comb.evaluation.setting import Setting
 from comb.mac import MacConfig
-from tests.helpers.byte_text import byte_llama, byte_tokenizer
-from tests.helpers.families import BASE
+from comb.mac.streams import StreamSpec, make_stream, run_stream
+from tests.helpers.byte_text import byte_tokenizer
+from tests.helpers.facts import strong_llama, write_facts
 from tests.helpers.mac_decode import hit_keys
 
 SPEC = StreamSpec(200, 20, heads=2, kv_heads=1, width=32, drift=0.1)
@@ -63,9 +63,8 @@ def test_sweeps_tables_and_plot(tmp_path: Path) -> None:
 
 
 def setting() -> Setting:
-    model = byte_llama(seed=1, **{**BASE, "vocab_size": 300, "num_hidden_layers": 2}, initializer_range=0.2)
     tokenizer = byte_tokenizer()
-    return Setting(model, tokenizer, PromptBuilder(tokenizer))
+    return Setting(strong_llama().backbone, tokenizer, PromptBuilder(tokenizer))
 
 
 def test_quality_compares_with_exact_answers() -> None:
@@ -102,13 +101,7 @@ def test_prefill_in_chunks_matches_earlier_chunks_alone() -> None:
 
 
 def test_the_command(tmp_path: Path) -> None:
-    made = setting()
-    made.model.save_pretrained(tmp_path / "model")
-    made.tokenizer.save_pretrained(tmp_path / "model")
-    with (tmp_path / "data.jsonl").open("w") as file:
-        for n in range(12):
-            documents = [f"fact {n} is here", f"and other {n}"]
-            file.write(json.dumps({"documents": documents, "query": f"what is {n}?", "answer": f"fact {n}"}) + "\n")
+    write_facts(tmp_path, strong_llama())
     arguments = [
         "bench", "mac", "--model", tmp_path / "model", "--dataset", tmp_path / "data.jsonl", "--split", "all",
         "--contexts", "64,128", "--steps", 10, "--questions", 2,

@@ -13,10 +13,10 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from comb.bench.mac import error_between
-from comb.bench.work.mac_stream import StreamSpec, make_stream, run_stream
 from comb.kernels.mac.mac_config import MacConfig
 from comb.kernels.mac.state import EMPTY, MacState, RingEntries
 from comb.kernels.mac.step import attend, find_match, merge
+from comb.mac.streams import StreamSpec, make_stream, run_stream
 from tests.helpers.mac_decode import Decode, attend_range, hit_keys, noise, step_in_order
 
 EXACT = {torch.float64: 1e-13, torch.float32: 2e-6, torch.bfloat16: 1e-5}

@@ -11,11 +11,11 @@ import torch
 from typer.testing import CliRunner
 
 from comb.bench.parallel import ParallelOptions, measure_parallel, panels, simulate, tables
-from comb.bench.work.random_prompts import RandomPrompt
 from comb.cli import main as cli
 from comb.engine.workers import CompileExecutor
 from comb.engine.workers.executor import lpt
 from comb.evaluation.plot import draw
+from comb.evaluation.random_prompts import RandomPrompt
 from comb.model.source import ModelSource
 from tests.comb.test_parallel_scheduling import makespan
 from tests.helpers.parallel import Inside

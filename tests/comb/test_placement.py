@@ -43,7 +43,7 @@ def test_every_document_is_hidden(gaps: tuple[tuple[int, ...], ...]) -> None:
     attention = backbone.model.layers[2].self_attn
 
     def logprobs(*segments: tuple[int, ...], hidden: bool) -> torch.Tensor:
-        batch = _Batch.of([(Prompt((3,), segments, (20, 21), gaps), (30, 31))], torch.device("cpu"))
+        batch = _Batch([(Prompt((3,), segments, (20, 21), gaps), (30, 31))], torch.device("cpu"))
         with hidden_in(attention, batch.hidden) if hidden else nullcontext():
             return batch.logprobs(backbone)
 

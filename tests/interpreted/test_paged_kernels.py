@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 
-from comb.bench.work.kernel_cases import relative_error
+from comb.kernels.cases import relative_error
 from comb.kernels.dispatch import attend
 from comb.kernels.dispatch import why_plain_attention as why_plain
 from comb.kernels.launch import Launch

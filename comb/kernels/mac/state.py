@@ -37,10 +37,9 @@ def accumulator(dtype: torch.dtype) -> torch.dtype:
 
 @dataclass
 class RingEntries:
-    """What queries leave behind, ready to be written: [B, N, ...] for N positions of every row.
+    """What queries leave behind, ready to be written, for N positions of every row, which lie within one window.
 
     Shapes: query [B, N, H, D], o [B, N, H, V], lse, chain and drift [B, N, H], pos [B, N] (negative: not written).
-    Positions of a row must lie within one window.
     """
 
     query: Tensor
@@ -51,16 +50,8 @@ class RingEntries:
     pos: Tensor
 
 
-@dataclass
-class MacState:
+class MacState(RingEntries):
     """The rings of one layer; see the module's text for their layout. Made by `MacState.empty`."""
-
-    query: Tensor
-    o: Tensor
-    lse: Tensor
-    pos: Tensor
-    chain: Tensor
-    drift: Tensor
 
     @classmethod
     def empty(cls, rows: int, heads: int, width: int, value_width: int, config: MacConfig, like: Tensor) -> MacState:

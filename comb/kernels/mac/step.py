@@ -32,21 +32,14 @@ RANGES = ("amend", "tail", "sink")
 
 @dataclass(frozen=True)
 class Match:
-    """Per row and query head, all [B, H].
+    """Which summary each row and query head reuses, all [B, H]."""
 
-    Args:
-        slot: where the summary to reuse lies in the ring; anything where there is none.
-        pos: the position p of its query; -1 where there is none.
-        distance: to that query, with the drift along its chain not added; inf where there is none.
-    """
-
-    slot: Tensor
-    pos: Tensor
-    distance: Tensor
+    slot: Tensor  # where it lies in the ring; anything where there is none
+    pos: Tensor  # the position p of its query; -1 where there is none
+    distance: Tensor  # to that query, with the drift along its chain not added; inf where there is none
 
     @property
     def hit(self) -> Tensor:
-        """Whether there is a summary to reuse."""
         return self.pos >= 0
 
 
@@ -82,25 +75,15 @@ def find_match(state: MacState, query: Tensor, position: Tensor, config: MacConf
 
 @dataclass(frozen=True)
 class MacStep:
-    """What one step gave.
+    """What one step gave. The difference of `tail_lse` and `lse` is the band's share of the attention."""
 
-    Args:
-        output: [B, H, V], in the accumulator's dtype.
-        match: which earlier query each head reused.
-        position: m per row [B].
-        keys_read: per row and query head [B, H].
-        groups: G, key/value heads.
-        tail_lse: log-sum-exp of the band [E(m), m + 1) alone [B, H], and `lse` of all keys: their difference is the
-            band's share of the attention.
-    """
-
-    output: Tensor
+    output: Tensor  # [B, H, V], in the accumulator's dtype
     match: Match
-    position: Tensor
-    keys_read: Tensor
-    groups: int
-    tail_lse: Tensor
-    lse: Tensor
+    position: Tensor  # m per row [B]
+    keys_read: Tensor  # [B, H]
+    groups: int  # G
+    tail_lse: Tensor  # log-sum-exp of the band [E(m), m + 1) alone [B, H]
+    lse: Tensor  # of all keys
 
     @property
     def group_keys_read(self) -> Tensor:

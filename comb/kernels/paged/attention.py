@@ -26,25 +26,13 @@ FP8 = torch.float8_e4m3fn
 
 @dataclass(frozen=True)
 class PagedLayer:
-    """Keys and values of one layer in a pool.
+    """Keys and values of one layer in a pool."""
 
-    Args:
-        keys, values: [S, G, D], adjacent channels, any other strides.
-        block_size: slots of a block.
-        key_scales, value_scales: [S, G] float32 of keys and values in fp8; None otherwise.
-    """
-
-    keys: Tensor
+    keys: Tensor  # [S, G, D], adjacent channels, any other strides
     values: Tensor
-    block_size: int
-    key_scales: Tensor | None = None
+    block_size: int  # slots of a block
+    key_scales: Tensor | None = None  # [S, G] float32, of keys in fp8
     value_scales: Tensor | None = None
-
-    def gather(self, slots: Tensor, like: Tensor) -> tuple[Tensor, Tensor]:
-        """Keys and values of `slots` [tokens] (on the pool's device), [tokens, G, D] as `like` is."""
-        pairs = ((self.keys, self.key_scales), (self.values, self.value_scales))
-        keys, values = (take(data, scales, slots, like.dtype).to(like.device) for data, scales in pairs)
-        return keys, values
 
 
 def take(data: Tensor, scales: Tensor | None, slots: Tensor, dtype: torch.dtype) -> Tensor:
@@ -57,14 +45,8 @@ def take(data: Tensor, scales: Tensor | None, slots: Tensor, dtype: torch.dtype)
 
 
 class BlockTable:
-    """Where one row's documents lie.
-
-    Args:
-        documents: of each the number of tokens, and the blocks that hold it in order.
-        block_size: slots of a block.
-
-    Attributes:
-        last: [blocks] int32, the last filled slot of each block: block number and filled length in one.
+    """Where one row's documents lie: `last` [blocks] int32 is the last filled slot of each block of `block_size` slots,
+    block number and filled length in one. `documents` are numbers of tokens, and the blocks that hold them in order.
     """
 
     def __init__(self, documents: Sequence[tuple[int, Sequence[int]]], block_size: int) -> None:
@@ -105,25 +87,23 @@ class PagedBatch:
 
 
 def attend_plain(query: Tensor, layer: PagedLayer, batch: PagedBatch) -> Tensor:
-    """The specification: each row's keys gathered, then exact attention.
+    """The specification: softmax of q k / sqrt(D) over all tokens of the row's documents (COMB sec. 3).
 
-    query [T, H, D] -> the same shape; softmax of q k / sqrt(D) over all tokens of the row's documents, COMB sec. 3.
+    query [T, H, D] -> the same shape
     """
     mixed, at = torch.empty_like(query), 0
     for count, table in zip(batch.counts, batch.tables, strict=True):
-        here = slice(at, at := at + count)
-        keys, values = layer.gather(table.slots(layer.keys.device), query)
+        here, slots = slice(at, at := at + count), table.slots(layer.keys.device)
+        pairs = ((layer.keys, layer.key_scales), (layer.values, layer.value_scales))
+        keys, values = (take(data, scales, slots, query.dtype).to(query.device) for data, scales in pairs)
         mixed[here] = attend_row(query[here], keys, values)
     return mixed
 
 
 def attend_row(query: Tensor, keys: Tensor, values: Tensor) -> Tensor:
-    """Attention without a mask, so query heads that share a key/value head are so many more rows of one product.
-
-    torch's own grouping on a CPU takes three times as long for a single token over 3,000 slots in bfloat16.
-
-    query [tokens, H, D]; keys, values [slots, G, D] -> the shape of `query`
-    """
+    """Attention without a mask: query [tokens, H, D]; keys, values [slots, G, D] -> the shape of `query`."""
+    # query heads that share a key/value head are so many more rows of one product: torch's own grouping on a CPU takes
+    # three times as long for a single token over 3,000 slots in bfloat16
     tokens, heads, width = query.shape
     shared = keys.shape[1]
     rows = query.unflatten(1, (shared, -1)).permute(1, 2, 0, 3).reshape(1, shared, -1, width)

@@ -1,9 +1,8 @@
 """Who does what of a step's attention to paged documents: worked out on the host, where all lengths are known.
 
 Query tokens of a row are cut into tiles, the row's list of blocks into even shares; one pair of them is an item, and
-per key/value head a program. How many shares is chosen so that programs, of which the device holds so many at once, end
-together. Rows with few query tokens (decoding) and rows with many (prefill) have tiles of their own size, so there are
-up to two lists. A tile that sees its row's documents in one share writes its output; the others
+per key/value head a program. Rows with few query tokens (decoding) and rows with many (prefill) have tiles of their own
+size, so there are up to two lists. A tile that sees its row's documents in one share writes its output; the others
 write partial sums, which a second kernel merges.
 
 Source: FlashAttention's split over keys (Flash-Decoding); here shares are of about equal length over all rows.
@@ -23,26 +22,18 @@ from comb.kernels.launch import Launch, power_of_two
 from comb.kernels.paged.attention import PagedBatch
 from comb.waits import on_device
 
-_WAVES = (1, 2, 3, 4, 6, 8)
-"""Shares that a place of the device takes one after the other, as far as they are tried."""
-_START = 2
-"""What a program's start and its merge take, in blocks."""
+_WAVES = (1, 2, 3, 4, 6, 8)  # shares that a place of the device takes one after the other, as far as they are tried
+_START = 2  # what a program's start and its merge take, in blocks
 
 
 @dataclass(frozen=True)
 class PagedLaunch:
-    """Sizes of the launches; they change rounding and speed, nothing else.
-
-    Args:
-        decode, prefill: for rows with few and with many query tokens.
-        prefill_rows: of a tile's matrix product, heads included, in prefill; in decoding as few as can be.
-        least_keys: that a program takes: shorter shares cost more in merging than they bring.
-    """
+    """Sizes of the launches for rows with few and with many query tokens; they change rounding and speed alone."""
 
     decode: Launch = field(default_factory=Launch)
     prefill: Launch = field(default_factory=Launch)
-    prefill_rows: int = 64
-    least_keys: int = 256
+    prefill_rows: int = 64  # of a tile's matrix product, heads included; in decoding as few as can be
+    least_keys: int = 256  # that a program takes: shorter shares cost more in merging than they bring
 
 
 def launch_for(dtype: torch.dtype, width: int, *, fp8: bool = False) -> PagedLaunch:
@@ -67,34 +58,23 @@ def launch_for(dtype: torch.dtype, width: int, *, fp8: bool = False) -> PagedLau
 
 @dataclass(frozen=True)
 class PlanItems:
-    """One launch.
+    """One launch."""
 
-    Args:
-        numbers: [items, 5] int32: first query token, how many, first and last + 1 of the entries in the list of all
-            tables, and the first of its rows of partial sums (-1: it writes the output).
-        rows: of a tile's matrix product, heads included.
-    """
-
+    # [items, 5] int32: first query token, how many, first and last + 1 of the entries in the list of all tables, and
+    # the first of its rows of partial sums (-1: it writes the output)
     numbers: Tensor
-    rows: int
+    rows: int  # of a tile's matrix product, heads included
     launch: Launch
 
 
 @dataclass(frozen=True)
 class PagedPlan:
-    """A step's work.
+    """A step's work."""
 
-    Args:
-        table: [entries] int32, all rows' `BlockTable.last` behind one another.
-        launches: none of them empty.
-        merges: [tokens, 4] int32: query token, its first row of partial sums, the step to its next, how many.
-        partial_rows: of partial sums, all together.
-    """
-
-    table: Tensor
-    launches: tuple[PlanItems, ...]
-    merges: Tensor
-    partial_rows: int
+    table: Tensor  # [entries] int32, all rows' `BlockTable.last` behind one another
+    launches: tuple[PlanItems, ...]  # none of them empty
+    merges: Tensor  # [tokens, 4] int32: query token, its first row of partial sums, the step to its next, how many
+    partial_rows: int  # of partial sums, all together
 
 
 def make_plan(batch: PagedBatch, *, heads: int, groups: int, device: torch.device, sizes: PagedLaunch) -> PagedPlan:
@@ -105,7 +85,6 @@ def make_plan(batch: PagedBatch, *, heads: int, groups: int, device: torch.devic
     many = max(sizes.prefill_rows, few)
     counts = np.array(batch.counts, dtype=np.int64)
     lengths = np.array([len(table.last) for table in batch.tables], dtype=np.int64)
-    first_token, first_entry = counts.cumsum() - counts, lengths.cumsum() - lengths
     is_few = counts * shared <= few
     tile = np.where(is_few, few // shared, many // shared)
     tiles = -(-counts // tile)
@@ -115,8 +94,7 @@ def make_plan(batch: PagedBatch, *, heads: int, groups: int, device: torch.devic
 
     numbers, merges, partial_rows = [], [], 0
     for chosen, rows in ((is_few, few), (~is_few, many)):
-        own = (each[chosen] for each in (counts, lengths, first_token, first_entry, shares))
-        made, merged, partial_rows = _items(*own, rows // shared, partial_rows)
+        made, merged, partial_rows = _items(counts, lengths, shares, chosen, rows // shared, partial_rows)
         numbers.append(made)
         merges.append(merged)
     tensors = to_device(
@@ -129,16 +107,15 @@ def make_plan(batch: PagedBatch, *, heads: int, groups: int, device: torch.devic
 def even_shares(
     lengths: NDArray[np.int64], repeats: NDArray[np.int64], programs: int, *, least: int
 ) -> NDArray[np.int64]:
-    """Into how many even shares each row's list of blocks is cut.
-
-    Whatever ends, the device takes the next program, so they all have ended after less than the mean work of its
-    `programs` places and one more share, and after as many of the largest share as come one after the other. The cut
-    with the lowest such bound is taken; small shares have a low one, but each costs a start and a merge.
+    """Into how many even shares each row's list of blocks is cut, so that programs end together.
 
     Args:
         lengths: [rows], in blocks. repeats: [rows], how many programs read each share.
         programs: that the device holds at once. least: blocks of a share, at least.
     """
+    # whatever ends, the device takes the next program, so they all have ended after less than the mean work of its
+    # places and one more share, and after as many of the largest share as come one after the other. The cut with the
+    # lowest such bound is taken; small shares have a low one, but each costs a start and a merge
     total = int((repeats * lengths).sum())
     best, found = math.inf, np.ones_like(lengths)
     for waves in _WAVES:
@@ -155,12 +132,13 @@ def even_shares(
 
 
 def _items(
-    counts: NDArray[np.int64], lengths: NDArray[np.int64], first_token: NDArray[np.int64],
-    first_entry: NDArray[np.int64], row_shares: NDArray[np.int64], tile: int, partial_rows: int,
+    counts: NDArray[np.int64], lengths: NDArray[np.int64], row_shares: NDArray[np.int64], chosen: NDArray[np.bool_],
+    tile: int, partial_rows: int,
 ) -> tuple[NDArray[np.int32], NDArray[np.int32], int]:  # fmt: skip
-    """Items and merges of rows that are cut into tiles of `tile` query tokens and `row_shares` shares."""
-    tiles = -(-counts // tile)
-    row = np.repeat(np.arange(len(counts)), tiles)
+    """Items and merges of the `chosen` rows, cut into tiles of `tile` query tokens and `row_shares` shares."""
+    first_token, first_entry = counts.cumsum() - counts, lengths.cumsum() - lengths
+    tiles = -(-counts[chosen] // tile)
+    row = np.repeat(np.flatnonzero(chosen), tiles)
     place = (np.arange(len(row)) - np.repeat(tiles.cumsum() - tiles, tiles)) * tile
     token, size = first_token[row] + place, np.minimum(counts[row] - place, tile)
     shares = row_shares[row]

@@ -22,51 +22,36 @@ GIVE_UP = 5  # failed requests in a row after which a phase ends
 
 @dataclass(frozen=True)
 class RequestRecord:
-    """What became of one request; times in seconds.
-
-    Args:
-        due_s: its arrival, from the start of its phase. late_s: by which it was sent later than that.
-        ttft_s: from arrival to the first token. total_s: to the end of the stream.
-        tokens: of the answer, text: what it says, first: its first token's likeliest ones where they were asked for.
-        prompt_tokens: by the server's usage, computed: those of them that it hadn't cached.
-        hits, encoded: documents, and document_tokens theirs, by the answer's report; 0 for a server without documents.
-        error: why it counts as failed; "" for a good answer.
-    """
+    """What became of one request; times in seconds."""
 
     server: str
     phase: str
     number: int
-    due_s: float
-    late_s: float = 0.0
-    ttft_s: float = 0.0
-    total_s: float = 0.0
-    tokens: int = 0
-    hits: int = 0
+    due_s: float  # its arrival, from the start of its phase
+    late_s: float = 0.0  # by which it was sent later than that
+    ttft_s: float = 0.0  # from arrival to the first token
+    total_s: float = 0.0  # to the end of the stream
+    tokens: int = 0  # of the answer
+    hits: int = 0  # documents, by the answer's report; 0 for a server without documents
     encoded: int = 0
-    document_tokens: int = 0
-    error: str = ""
-    prompt_tokens: int = 0
-    computed: int = 0
-    text: str = ""
-    first: dict[str, float] = field(default_factory=dict)
+    document_tokens: int = 0  # of both
+    error: str = ""  # why it counts as failed; "" for a good answer
+    prompt_tokens: int = 0  # by the server's usage
+    computed: int = 0  # those of them that it hadn't cached
+    text: str = ""  # of the answer
+    first: dict[str, float] = field(default_factory=dict)  # its first token's likeliest, where they were asked for
 
 
 @dataclass(frozen=True)
 class Target:
-    """A server and how it is asked.
-
-    Args:
-        linked: it takes `documents`, and answers name them; otherwise they stand in the message.
-        tokens: of every answer, exactly.
-        on_record: takes every record at once.
-    """
+    """A server and how it is asked."""
 
     name: str
     url: str
-    linked: bool
-    tokens: int = 16
+    linked: bool  # it takes `documents`, and answers name them; otherwise they stand in the message
+    tokens: int = 16  # of every answer, exactly
     timeout_s: float = 300.0
-    on_record: Callable[[RequestRecord], Any] = lambda _: None
+    on_record: Callable[[RequestRecord], Any] = lambda _: None  # takes every record at once
 
     def body(self, ask: Asked) -> dict[str, Any]:
         """Of a request to ``/v1/chat/completions``; both servers' prompts have the documents in the same order."""
@@ -125,8 +110,7 @@ class Target:
     ) -> list[RequestRecord]:
         """The records of all clients, each with its requests and when they are due (None: at once).
 
-        Raises:
-            RuntimeError: when `GIVE_UP` requests in a row have failed; the others are cancelled.
+        Raises RuntimeError when `GIVE_UP` requests in a row have failed; the others are cancelled.
         """
         import httpx
         from openai import AsyncOpenAI, OpenAIError

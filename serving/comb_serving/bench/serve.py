@@ -18,8 +18,9 @@ from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, TextIO
 
-from comb.bench.harness import BenchmarkReport, Row, benchmark
+from comb.bench.harness import BenchmarkReport, benchmark
 from comb.bench.options import integers, numbers
+from comb.evaluation.table import Row
 from comb_serving.bench.client import Asked, RequestRecord, Target
 from comb_serving.bench.tables import (
     AS_SENT,
@@ -107,10 +108,6 @@ class ServeRun:
 
     What the report says of servers, by their names: ``ready_s`` and ``first_answer_s`` from the start, ``token_bytes``
     of keys and values per document token, as the server counts its own memory; ``memory`` over time; ``slo_s``.
-
-    Args:
-        log: takes every record as one JSON line, at once.
-        trace: that is asked in place of the phases.
     """
 
     def __init__(
@@ -248,15 +245,17 @@ class ServeRun:
             return target.run_closed(way, asks, 1, pause=options.pause)
 
         row = self._measure(server, way, run, clients=0 if arrivals else 1)
-        records = [r for r in self.records if (r.server, r.phase) == (name, way) and not r.error]
+        records, plain = self._good(name, way), self._good(PLAIN, AS_SENT)
         later = [r for r in records if r.number >= len(asks) // 2]
-        plain = [r for r in self.records if (r.server, r.phase) == (PLAIN, AS_SENT) and not r.error]
         row["prompt_tokens"] = sum(r.prompt_tokens for r in records)
         row["computed"] = sum(r.computed for r in records)
         row["later_share"] = sum(r.computed for r in later) / max(1, sum(r.prompt_tokens for r in later))
         row["compiled"] = compiled_tokens(server.get("/metrics")) - compiled_tokens(before)
         row["ratio"] = ratio([r.ttft_s for r in plain if r.number >= len(asks) // 2], [r.ttft_s for r in later])
         row |= alike([r for r in records if r.document_tokens], plain) if name == COMB else {}
+
+    def _good(self, server: str, phase: str) -> list[RequestRecord]:
+        return [r for r in self.records if (r.server, r.phase) == (server, phase) and not r.error]
 
     def _target(self, server: MeasuredServer) -> Target:
         def keep(record: RequestRecord) -> None:
@@ -279,8 +278,7 @@ class ServeRun:
         self._note_memory(server, phase)
         row = summarize(records, name, phase, clients=clients, rate=rate, window_s=options.seconds if rate else 0.0)
         if name == COMB and self.trace is None:
-            plain, comb = ([r.ttft_s for r in self.records if (r.server, r.phase) == (server, phase) and not r.error]
-                           for server in (PLAIN, COMB))  # fmt: skip
+            plain, comb = ([r.ttft_s for r in self._good(server, phase)] for server in (PLAIN, COMB))
             row["ratio"] = ratio(plain, comb)
         self.report.add(row)
         times = "-" if row["ttft_p50"] is None else f"{1000 * row['ttft_p50']:.0f} ms"

@@ -14,7 +14,7 @@ from transformers import AutoTokenizer
 
 from comb import CombForCausalLM
 from comb.backbones.loading import backbone_beside, load_config, resolve_name
-from comb.bench.work.random_prompts import random_model
+from comb.evaluation.random_prompts import random_model
 from comb.model.config import CombConfig
 from comb_serving.bench.workload import COMB, MODEL, PLAIN, ServeBenchOptions
 from comb_serving.config.serve_options import parse_bytes
@@ -77,32 +77,22 @@ def models_of(options: ServeBenchOptions, folder: Path) -> Models:
 
 @dataclass(frozen=True)
 class ServerPlan:
-    """How a server is started.
-
-    Args:
-        kv_bytes: of vLLM's own cache; pool_bytes: of documents; together the same for both servers.
-        environment: beside this process's.
-    """
+    """How a server is started."""
 
     name: str
     command: tuple[str, ...]
-    kv_bytes: int
-    pool_bytes: int = 0
-    environment: Mapping[str, str] = field(default_factory=dict)
+    kv_bytes: int  # of vLLM's own cache; with `pool_bytes` the same for both servers
+    pool_bytes: int = 0  # of documents
+    environment: Mapping[str, str] = field(default_factory=dict)  # beside this process's
 
 
 def plans(
     options: ServeBenchOptions, model: str, served: Sequence[str], more: Sequence[str] = (), *, positions: int
 ) -> list[ServerPlan]:
-    """Plain vLLM with its prefix cache, and `comb serve`; both may keep as many bytes of keys and values.
+    """Plain vLLM with its prefix cache, over `model`, and `comb serve` with the arguments `served`; `more`: of both.
 
-    Args:
-        model: what plain vLLM serves. served: arguments of `comb serve`.
-        more: options of vLLM for both.
-        positions: tokens of the longest prompt and answer.
-
-    Raises:
-        ValueError: if the pool leaves nothing for the decoder.
+    Both may keep as many bytes of keys and values, and answer in so many `positions`. Raises ValueError if the pool
+    leaves nothing for the decoder.
     """
     cache_bytes, pool_bytes = parse_bytes(options.cache_bytes), parse_bytes(options.pool_bytes)
     if not 0 < pool_bytes < cache_bytes:
@@ -124,11 +114,7 @@ def plans(
 
 
 class MeasuredServer(ServerProcess):
-    """A running server; use it as a context manager, so that it always ends.
-
-    Attributes:
-        ready_s: from its start to the first healthy answer.
-    """
+    """A running server, `ready_s` after its start; use it as a context manager, so that it always ends."""
 
     def __init__(self, plan: ServerPlan, log: Path) -> None:
         self.plan = plan

@@ -6,9 +6,8 @@ import math
 from collections.abc import Sequence
 from typing import Any
 
-from comb.bench.harness import Row
 from comb.evaluation.plot import Bars, Lines, Panel
-from comb.evaluation.table import Column, TextTable, Timing, fixed, ms, spread
+from comb.evaluation.table import Column, Row, TextTable, Timing, fixed, ms, spread
 from comb_serving.bench.client import RequestRecord
 from comb_serving.bench.workload import COMB, PLAIN
 
@@ -158,12 +157,8 @@ def summarize(
 ) -> dict[str, Any]:  # fmt: skip
     """The figures of one phase, times in seconds over good answers; without one only the errors are counted.
 
-    ``throughput`` is good answers per second, from the start to the last token, or to the end of arrivals. ``late_p99``
-    is of sending behind arrival: what the client itself could not keep up with.
-
-    Args:
-        clients: of a closed loop. rate: of arrivals per second, in an open one.
-        window_s: of arrivals; a phase lasts at least so long, also if the last request came earlier.
+    ``throughput`` is good answers per second, from the start to the last token, or to the end of arrivals (`window_s`).
+    ``late_p99`` is of sending behind arrival: what the client itself could not keep up with.
     """
     good = [record for record in records if not record.error]
     ttft = [record.ttft_s for record in good]

@@ -27,31 +27,22 @@ _REPEATED = 0.43  # of a retriever's passages were retrieved before, as field st
 
 @dataclass(frozen=True)
 class Piece:
-    """A text that may come again.
+    """A text that may come again."""
 
-    Args:
-        name: what its text is made from.
-        schema: written as a tool's JSON instead of as prose.
-    """
-
-    name: str
+    name: str  # what its text is made from
     tokens: int
-    schema: bool = False
+    schema: bool = False  # written as a tool's JSON instead of as prose
 
 
 @dataclass(frozen=True)
 class TraceRequest:
-    """One prompt: the system message's pieces, the conversation so far by turns, then passages and the question.
-
-    Args:
-        at: seconds from the trace's start; None: when the client has its last answer, and a moment has passed.
-    """
+    """One prompt: the system message's pieces, the conversation so far by turns, then passages and the question."""
 
     system: tuple[Piece, ...]
     history: tuple[Piece, ...]
     passages: tuple[Piece, ...]
     question: Piece
-    at: float | None = None
+    at: float | None = None  # seconds from the trace's start; None: a moment behind the client's last answer
 
     @property
     def pieces(self) -> tuple[Piece, ...]:
@@ -61,15 +52,11 @@ class TraceRequest:
 
 @dataclass(frozen=True)
 class TraceAsk:
-    """A trace's request to a server.
-
-    Args:
-        salt: of the server's prefix cache, so that two ways of sending a trace share nothing; "" for none.
-    """
+    """A trace's request to a server."""
 
     number: int
     messages: tuple[dict[str, str], ...]
-    salt: str = ""
+    salt: str = ""  # of the server's prefix cache, so that two ways of sending a trace share nothing; "" for none
     documents: tuple[Document, ...] = ()  # that a report has to name: its segments have no names
 
     def body(self, *, linked: bool) -> dict[str, Any]:
@@ -80,17 +67,12 @@ class TraceAsk:
 
 @dataclass(frozen=True)
 class Trace:
-    """Requests in the order of their arrival.
-
-    Args:
-        count: tokens of a text.
-        systems: whether chats have a system message; else its text begins the user's first.
-    """
+    """Requests in the order of their arrival."""
 
     name: str
     requests: tuple[TraceRequest, ...]
-    count: Callable[[str], int]
-    systems: bool = True
+    count: Callable[[str], int]  # tokens of a text
+    systems: bool = True  # whether chats have a system message; else its text begins the user's first
     _texts: dict[Piece, str] = field(default_factory=dict, compare=False)  # each is made once, for every way to send it
 
     def repeated(self) -> float:
@@ -204,13 +186,9 @@ _MADE = dict(zip(MADE_TRACES, (_agent, _chat, _rag), strict=True))
 
 
 def read(path: Path, requests: int, speed: float, count: Callable[[str], int]) -> Trace:
-    """The first requests of a file in RAGPulse's format, or of the folder with its files.
+    """The first requests of a file in RAGPulse's format, or of the folder with its files, `speed` times as fast.
 
-    Args:
-        speed: as many times as fast as it was recorded.
-
-    Raises:
-        ValueError: for lines of another kind, and pieces without a length.
+    Raises ValueError for lines of another kind, and pieces without a length.
     """
     folder, file = (path, path / TRACE_FILE) if path.is_dir() else (path.parent, path)
     lengths: dict[int, int] = {}

@@ -112,14 +112,10 @@ class Ask:
 
 @dataclass
 class Workload:
-    """Requests of one seed. Each phase draws by its own name, so that phases don't depend on each other.
-
-    Args:
-        count: tokens of a text.
-    """
+    """Requests of one seed. Each phase draws by its own name, so that phases don't depend on each other."""
 
     options: ServeBenchOptions
-    count: Callable[[str], int]
+    count: Callable[[str], int]  # tokens of a text
     pool: tuple[Document, ...] = field(init=False)
 
     def __post_init__(self) -> None:

@@ -12,11 +12,11 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from statistics import fmean
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from comb.evaluation.table import Row
 from comb.kernels.mac.mac_config import MacConfig
 from comb.kernels.mac.state import MacState, prompt_rows
 from comb.kernels.mac.step import attend, step
@@ -26,25 +26,17 @@ _BASE = 500_000.0
 
 @dataclass(frozen=True)
 class StreamSpec:
-    """What a stream is like.
+    """What a stream is like."""
 
-    Args:
-        context, steps: tokens of the prompt, and decode steps behind it.
-        drift: how far content moves per token: 0 stands still, 1 is another query every time.
-        recency: by how much the latest key's score stands above others', in nats.
-        content: standard deviation of scores by content, in nats.
-        white: white noise in all channels instead, where nothing of the above holds.
-    """
-
-    context: int
-    steps: int
+    context: int  # tokens of the prompt
+    steps: int  # decode steps behind it
     heads: int = 8
     kv_heads: int = 2
     width: int = 64
-    drift: float = 0.05
-    recency: float = 10.0
-    content: float = 1.0
-    white: bool = False
+    drift: float = 0.05  # how far content moves per token: 0 stands still, 1 is another query every time
+    recency: float = 10.0  # by how much the latest key's score stands above others', in nats
+    content: float = 1.0  # standard deviation of scores by content, in nats
+    white: bool = False  # white noise in all channels instead, where nothing of the above holds
     seed: int = 0
 
 
@@ -80,19 +72,15 @@ def make_stream(spec: StreamSpec, dtype: torch.dtype = torch.float32) -> Stream:
         fast = torch.arange(half // 8, half // 2)
         # as far apart as white queries of the whole width, so that thresholds mean the same
         size = (width / len(slow)) ** 0.5
-        queries[:, :, slow] = size * _walk(noise(spec.heads, tokens, len(slow)), spec.drift)
+        walk = noise(spec.heads, tokens, len(slow))  # of unit variance, each a little off the one before it
+        for token in range(1, tokens):
+            walk[:, token] = (1 - spec.drift**2) ** 0.5 * walk[:, token - 1] + spec.drift * walk[:, token]
+        queries[:, :, slow] = size * walk
         content = spec.content / (len(slow) ** 0.5 * size) * width**0.5
         keys[:, :, slow] = content * noise(spec.kv_heads, tokens, len(slow))
         queries[:, :, fast] = keys[:, :, fast] = (spec.recency * width**0.5 / len(fast)) ** 0.5
     made = (queries, _rotate(queries), _rotate(keys), values)
     return Stream(spec, *(tensor.to(dtype) for tensor in made))
-
-
-def _walk(rows: Tensor, drift: float) -> Tensor:
-    """Unit-variance queries [H, N, width], each a little off the one before it."""
-    for token in range(1, rows.shape[1]):
-        rows[:, token] = (1 - drift**2) ** 0.5 * rows[:, token - 1] + drift * rows[:, token]
-    return rows
 
 
 def _rotate(tensor: Tensor) -> Tensor:
@@ -105,7 +93,7 @@ def _rotate(tensor: Tensor) -> Tensor:
 
 
 @torch.no_grad()
-def run_stream(stream: Stream, config: MacConfig, chunk: int = 1) -> Row:
+def run_stream(stream: Stream, config: MacConfig, chunk: int = 1) -> dict[str, Any]:
     """Decodes a stream with MAC beside exact attention, counting every key that a head reads.
 
     With a `chunk` of more tokens than one, what they leave behind is there for others when the chunk has ended: MAC in

@@ -1,4 +1,4 @@
-"""Calls of the kernels as data, and how wrong an answer of theirs is: what `comb.bench.kernels` checks and times.
+"""Calls of the kernels as data, and how wrong an answer of theirs is: what `comb bench kernels` checks and times.
 
 Attention to noise is small, the mean of thousands of values, so an absolute bound would pass a kernel that leaves keys
 out. Errors are relative: of every vector by its own length, the largest of all. Each case also has answers that are
@@ -21,7 +21,6 @@ import triton
 from torch import Tensor
 
 from comb.cache.quantization import quantize
-from comb.evaluation.table import Timing
 from comb.kernels.mac.kernel import fused_step
 from comb.kernels.mac.mac_config import MacConfig
 from comb.kernels.mac.state import MacState
@@ -38,26 +37,18 @@ TILE = 64
 
 @dataclass(frozen=True)
 class KernelCall:
-    """One call of the kernels on a device: calling `kernel` or its `rival` again does the same work.
-
-    Args:
-        answer, plain: what the kernels and the plain way give, as `error` takes it.
-        wrong: the plain way's answers with a fault, by name.
-        error: relative, from the plain way; infinite where another choice was made.
-        rival_error: the same of what the rival gives. wrong_rivals: its answers with a fault, by name.
-        bound: of all errors. nbytes, rival_nbytes: keys and values that either must read, each once.
-    """
+    """One call of the kernels on a device: calling `kernel` or its `rival` again does the same work."""
 
     kernel: Callable[[], object]
-    answer: Callable[[], Any]
-    plain: Callable[[], Any]
-    error: Callable[[Any], float]
+    answer: Callable[[], Any]  # what the kernels give, as `error` takes it
+    plain: Callable[[], Any]  # what the plain way gives
+    error: Callable[[Any], float]  # relative, from the plain way; infinite where another choice was made
     rival: Callable[[], Tensor]
     rival_error: Callable[[Tensor], float]
-    wrong: Mapping[str, Callable[[], Any]]
+    wrong: Mapping[str, Callable[[], Any]]  # the plain way's answers with a fault, by name
     wrong_rivals: Mapping[str, Callable[[], Tensor]]
-    bound: float
-    nbytes: int
+    bound: float  # of all errors
+    nbytes: int  # keys and values that it must read, each once
     rival_nbytes: int
 
     def fault(self) -> tuple[dict[str, float], str]:
@@ -76,22 +67,17 @@ class KernelCall:
 
 @dataclass(frozen=True)
 class MacCase:
-    """A decode step of MAC attention for `rows` requests of `context` tokens.
-
-    Args:
-        hits: share of the key/value heads whose query heads all find their query, unchanged, in the ring.
-        chains: those of the ring's entries are drawn below it.
-    """
+    """A decode step of MAC attention for `rows` requests of `context` tokens."""
 
     config: MacConfig
     rows: int
     context: int
-    hits: float = 0.5
+    hits: float = 0.5  # share of the key/value heads whose query heads all find their query, unchanged, in the ring
     dtype: torch.dtype = torch.bfloat16
     heads: int = 32
     groups: int = 8
     width: int = 128
-    chains: int = 1
+    chains: int = 1  # those of the ring's entries are drawn below it
 
     def make(self, device: torch.device) -> KernelCall:
         """Kernels against the plain step: outputs, log-sum-exps and rings; the rival is torch's exact attention."""
@@ -190,10 +176,8 @@ class MacCase:
             state.pos[row, latest % window] = latest
             for group, place in enumerate(order[row * self.groups : (row + 1) * self.groups]):
                 if place < round(self.hits * len(order)):
-                    own, slot = (
-                        slice(group * shared, (group + 1) * shared),
-                        (position - 1 - place % (window - 1)) % window,
-                    )
+                    own = slice(group * shared, (group + 1) * shared)
+                    slot = (position - 1 - place % (window - 1)) % window
                     state.query[row, slot, own] = unrotated[row, own].to(state.query.dtype)
         return state
 
@@ -281,12 +265,12 @@ def _error_of_sums(found: Tensor, wanted: Tensor) -> float:
     return float(torch.expm1(torch.nan_to_num(apart, nan=math.inf)).max())
 
 
-def seconds_of(call: Callable[[], object], device: torch.device) -> Timing:
-    """Of a call that gives the same whenever it is replayed; on a CPU it shows that it runs, nothing else."""
+def seconds_of(call: Callable[[], object], device: torch.device) -> list[float]:
+    """Of a call that gives the same, each time it is replayed; on a CPU it shows that it runs, nothing else."""
     if device.type != "cuda":
         start = time.perf_counter()
         call()
-        return Timing.over([time.perf_counter() - start])
+        return [time.perf_counter() - start]
     aside = torch.cuda.Stream()
     aside.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(aside):  # compiles, and fills the allocator
@@ -297,7 +281,7 @@ def seconds_of(call: Callable[[], object], device: torch.device) -> Timing:
     with torch.cuda.graph(graph):
         call()
     found: Any = triton.testing.do_bench(graph.replay, warmup=5, rep=50, return_mode="all")
-    return Timing.over([milliseconds / 1000 for milliseconds in found])
+    return [milliseconds / 1000 for milliseconds in found]
 
 
 def label(case: MacCase | PagedCase) -> str:
