@@ -1,12 +1,4 @@
-"""What a reader is asked for, and the decorators that make one of a function.
-
-    @row_reader("mine", hub_id="org/mine")
-    def read_mine(record: DatasetRow, *, num_documents: int | None = None) -> Example | str:
-        ...  # the example of a row, or the reason why there is none
-
-is all of a dataset whose examples are made of one row each; `reader` is for others. Either has the options split, seed,
-limit and heldout_share beside its own.
-"""
+"""What a reader is asked for, the decorators that make one of a function (CONTRIBUTING.md), splits and draws."""
 
 from __future__ import annotations
 
@@ -109,7 +101,8 @@ def reader(
 ) -> Callable[[SideReader], SideReader]:
     """Decorator: registers a function from a `DatasetSide`, and options of its own, to examples as a dataset's reader.
 
-    Readers raise ValueError for a missing path, a malformed file or row, naming it, and options out of range.
+    It has the options split, seed, limit and heldout_share beside its own. Readers raise ValueError for a missing path,
+    a malformed file or row, naming it, and options out of range.
 
     Args:
         hub_id: as for `datasets.register`.

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -106,18 +107,17 @@ def read_nq_open(side: DatasetSide, *, num_documents: int = 10, gold_position: i
     for row in side.limited(rows):
         # whole words: almost every passage has the letters of an answer like "A"
         answers = re.compile("|".join(rf"(?<!\w){re.escape(answer.casefold())}(?!\w)" for answer in row.answers))
-
-        def fits(
-            item: tuple[Document, str | None, str], own: str | None = row.group, answers: re.Pattern[str] = answers
-        ) -> bool:
-            return item[1] != own and answers.search(item[2]) is None
-
         rng = side.rng("nq", row.id)
+        fits = partial(_is_distractor, group=row.group, answers=answers)
         drawn = [passage for passage, _, _ in draw(rng, pool, num_documents - 1, fits)]
         if len(drawn) < num_documents - 1:
             side.counts.truncate("fewer passages in the file than num_documents")
         place = rng.randrange(len(drawn) + 1) if gold_position is None else min(gold_position, len(drawn))
         yield replace(row, documents=(*drawn[:place], row.documents[0], *drawn[place:]))
+
+
+def _is_distractor(passage: tuple[Document, str | None, str], group: str | None, answers: re.Pattern[str]) -> bool:
+    return passage[1] != group and answers.search(passage[2]) is None
 
 
 def _nq_row(record: DatasetRow) -> Example | str:
