@@ -126,11 +126,8 @@ def run_training(
     run.model.eval()
     statistics = TokenStatistics.of(examples)
     sets = statistics_by_set(examples) if config.data.mixture else {}
-    measured = [row for row in trainer.log.history if "eval_loss" in row]
-    start_and_end = {
-        name: {key.removeprefix("eval_"): value for key, value in measured[place].items()}
-        for name, place in ((("start", 0), ("end", -1)) if measured else ())
-    }
+    rows = [row for row in trainer.log.history if "eval_loss" in row]
+    measured = [{name.removeprefix("eval_"): value for name, value in row.items()} for row in rows]
     record = {
         **environment(seed=config.train.seed),
         "config": config.to_dict(),
@@ -146,7 +143,7 @@ def run_training(
         "bad_batches": trainer.objective.bad_batches,
         "losses": trainer.losses,
         "ended_by": trainer.ended_by,
-        "heldout": {"examples": len(heldout), **start_and_end} if measured else {},
+        "heldout": {"examples": len(heldout), "start": measured[0], "end": measured[-1]} if measured else {},
         "heldout_losses": trainer.logged("eval_loss"),
         "heldout_kl": trainer.logged("eval_kl"),
         "heldout_closed": trainer.logged("eval_closed"),
