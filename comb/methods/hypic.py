@@ -128,13 +128,11 @@ class Hypic(TakesFront):
         """
         self.check_segments(segments)
         fingerprint, support = self.fingerprint, self.support
-        widths = {"head": self.head, "tail": self.tail}
-        dtype = _STORAGE[self.storage]
         with exclusive(self.backbone):
             return [
                 compile_segment(
-                    self.backbone, support, fingerprint, ids,
-                    **widths, leading=leading, front=self.front.token_ids, dtype=dtype,
+                    self.backbone, support, fingerprint, ids, head=self.head, tail=self.tail, leading=leading,
+                    front=self.front.token_ids, dtype=_STORAGE[self.storage],
                 )
                 for ids in segments
             ]  # fmt: skip
