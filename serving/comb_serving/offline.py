@@ -122,9 +122,6 @@ class LLM(vllm.LLM):
         loras = [request.lora for request in requests]
         return list(super().generate(prompts, parameters, use_tqdm=False, lora_request=loras))
 
-    def _run(self, work: Any) -> Any:
-        return self._compiler.run(asyncio.run_coroutine_threadsafe(work, self._loop))
-
     def _answer(self, path: str, rows: list[Any], documents: Any, method: str | None, given: Any, more: Any) -> Any:
         asked = more.pop("sampling_params", given[0] if given else None) or self.get_default_sampling_params()
         asked = [one.clone() for one in (asked if isinstance(asked, Sequence) else [asked] * len(rows))]
@@ -144,7 +141,10 @@ class LLM(vllm.LLM):
         ]
         held: list[Lease | None] = []
         try:
-            found = [self._run(self._linked(path, body, held)) for body in bodies]
+            found = []
+            for body in bodies:
+                work = asyncio.run_coroutine_threadsafe(self._linked(path, body, held), self._loop)
+                found.append(self._compiler.run(work))  # documents are compiled here, between the loop's steps
             for one, lease, parameters in zip(found, held, asked, strict=True):
                 builder, body = self.preprocessor.builder_for(one.body), one.body
                 (ids,) = one.prompts or (None,)
@@ -179,6 +179,7 @@ class LLM(vllm.LLM):
 
 
 def _body(given: str | Mapping[str, Any] | Document) -> Any:
+    """A document as a request's JSON has it."""
     if not isinstance(given, Document):
         return given
     fields = {name: value for name, value in asdict(given).items() if value is not None}

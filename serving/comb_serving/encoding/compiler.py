@@ -32,11 +32,7 @@ FILES = ("adapter_config.json", "adapter_model.safetensors", "adapter_model.bin"
 
 
 class Loras:
-    """The LoRAs of an engine.
-
-    Args:
-        known: vLLM's `LoRARequest`s by the name that requests have for them; may grow.
-    """
+    """The LoRAs of an engine: vLLM's `LoRARequest`s by the name that requests have for them; `known` may grow."""
 
     def __init__(self, known: dict[str, Any] | None = None) -> None:
         self.known: dict[str, Any] = {} if known is None else known
@@ -56,8 +52,7 @@ class Loras:
     async def compiled_with(self, name: str, segments: Sequence[KeyedSegment]) -> tuple[KeyedSegment, ...]:
         """Documents under the names that they have with a LoRA, which say what its files hold.
 
-        Raises:
-            ValueError: for one whose files can't be read.
+        Raises ValueError for one whose files can't be read.
         """
         if not name or not segments:
             return tuple(segments)
@@ -98,16 +93,13 @@ class DocumentPrompt:
     Args:
         salt: of the prefix cache: the document's key, which names its tenant too, so that only the same tenant's same
             document ever finds what is left of an earlier one there.
-        token: the signed `Capability`.
-        handle: where it goes.
-        lora: vLLM's `LoRARequest` that it is compiled with; None for none.
     """
 
     prompt: list[int]
     salt: str
-    token: str
-    handle: PoolHandle
-    lora: Any = None
+    token: str  # the signed `Capability`
+    handle: PoolHandle  # where it goes
+    lora: Any = None  # vLLM's `LoRARequest` that it is compiled with; None for none
 
     @property
     def where(self) -> tuple[str, int, list[int]]:
@@ -121,18 +113,9 @@ class DocumentPrompt:
 
 
 class DocumentCompiler:
-    """What asking over HTTP and in process have in common.
+    """What asking over HTTP and in process have in common: requests that compile for one engine's pool and method.
 
-    Args:
-        layout: of the engine's pool.
-        method: how documents are compiled.
-        secret: of the instance.
-
-    Attributes:
-        loras: vLLM's LoRAs.
-
-    Raises:
-        ValueError: for a front that leaves no room for documents.
+    Raises ValueError for a front that leaves no room for documents.
     """
 
     def __init__(self, layout: LinkingLayout, method: LinkMethod, secret: bytes) -> None:
@@ -168,12 +151,9 @@ class DocumentCompiler:
 class EngineCompiler(DocumentCompiler):
     """Beside vLLM's server: what is asked for at one time is in one batch of the engine's.
 
-    Args:
-        keeps: whether the workers keep documents beyond the pool.
-
     Attributes:
         client: vLLM's of its engine; None until the server has it.
-        kept_bytes: that the workers keep, by tier, as they last said.
+        kept_bytes: that the workers keep beyond the pool, by tier, as they last said.
     """
 
     def __init__(self, layout: LinkingLayout, method: LinkMethod, secret: bytes, *, keeps: bool = False) -> None:
@@ -312,12 +292,9 @@ def _failure(error: Exception) -> EncoderError:
 
 
 async def greedy(client: Any, prompt: list[int], salt: str, name: str, lora: Any = None, /, **parameters: Any) -> Any:
-    """The likeliest answer (vLLM's `CompletionOutput`), when it has ended, to a request of the server's own.
+    """The likeliest answer (vLLM's `CompletionOutput`), when it has ended, to a request `name` of the server's own.
 
-    Args:
-        salt: of the prefix cache; empty for none.
-        name: of the request. lora: vLLM's `LoRARequest`; None for none.
-        parameters: of vLLM's `SamplingParams`.
+    `salt`: of the prefix cache, or empty; `lora`: vLLM's `LoRARequest`; `parameters`: of its `SamplingParams`.
     """
     from vllm import SamplingParams
     from vllm.inputs import tokens_input

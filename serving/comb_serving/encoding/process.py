@@ -178,8 +178,7 @@ def load(options: ServeOptions, folder: Path, index: int) -> EncoderWorker:
 def batches(waiting: queue.Queue[EncodeJob | str | None]) -> Iterator[list[EncodeJob] | str]:
     """What waits, in batches within the budget (padded tokens), until None comes; waits for more meanwhile.
 
-    A key alone is one to be forgotten, behind what was asked before it. No batch writes the same key twice: the manager
-    asks for each once.
+    A key alone is one to be forgotten, behind what was asked before it.
     """
     batch: list[EncodeJob] = []
     while True:

@@ -31,15 +31,11 @@ class LoadedRange:
 
 @dataclass(frozen=True)
 class LinkPlan:
-    """Args:
-    loads: what the pool gives, in order.
-    seams: what is computed before the query: chosen tokens of documents, and fresh tokens between and before them.
-    query: first token that the request computes itself; everything in front of it is in `loads` or `seams`.
-    """
+    """What is done for a prompt before its request computes the rest."""
 
-    loads: tuple[LoadedRange, ...]
-    seams: tuple[Range, ...]
-    query: int
+    loads: tuple[LoadedRange, ...]  # what the pool gives, in order
+    seams: tuple[Range, ...]  # what is computed: chosen tokens of documents, and what is between and before them
+    query: int  # first token that the request computes itself; all in front of it is in `loads` or `seams`
 
     def behind(self, position: int) -> LinkPlan:
         """What is left to do if the first `position` tokens are there already, from the exact prefix cache."""
@@ -65,11 +61,8 @@ class LinkPlan:
 def plan(length: int, spans: Sequence[Range], recomputed: Sequence[int]) -> LinkPlan:
     """Plans a prompt of `length` tokens whose documents are at `spans`, each ``(start, tokens)``, in order.
 
-    The last token of the prompt is always computed by the request itself, as something has to be sampled from.
-
-    Args:
-        spans: as `check_spans` lets them pass.
-        recomputed: sorted positions of document tokens that are computed again.
+    Document tokens at the sorted positions `recomputed` are computed again, and the prompt's last token always, by the
+    request itself, as something has to be sampled from.
     """
     loads, seams, position, last = [], [], 0, length - 1
     for number, (start, tokens) in enumerate(spans):
@@ -88,7 +81,7 @@ def plan(length: int, spans: Sequence[Range], recomputed: Sequence[int]) -> Link
 
 
 def interior(tokens: int, head: int, tail: int) -> Range | None:
-    """What its seams leave of a document; None if that isn't more than a token, which no scan of vLLM's is run for."""
+    """What its seams leave of a document; None for a token or less, which no scan of vLLM's is run for."""
     return (head, tokens - tail) if head + tail + 1 < tokens else None
 
 
@@ -96,10 +89,7 @@ def plan_interiors(length: int, spans: Sequence[Range], head: int, tail: int, *,
     """`plan` in models of linear layers, where `head` and `tail` tokens at either end of each document are computed.
 
     Their states are those behind the whole interior of a document, so that of none a part is loaded, and each has its
-    seams wherever it stands; the request begins right behind the last one.
-
-    Args:
-        exact_first: whether the first one is the prompt's own beginning, which has none.
+    seams wherever it stands (but for the prompt's own beginning, with `exact_first`); the request begins right behind.
     """
     loads, seams, position = [], [], 0
     for number, (start, tokens) in enumerate(spans):
@@ -124,32 +114,19 @@ def check_spans(length: int, spans: Sequence[Range]) -> None:
 
 @dataclass(frozen=True)
 class LinkingLayout:
-    """The pool of one rank, and the model that its documents are compiled by.
-
-    Args:
-        num_blocks, block_size: blocks, and tokens in each; document handles name them.
-        bytes_per_token: over all layers.
-        fingerprint: of the model's weights; part of every document's key.
-        dtype: of keys and values.
-        max_document_tokens: longest document that the engine can compile.
-        vocab_size: ids are below.
-        front: the tokens in front of documents while they are compiled.
-        given: whether their keys and values are an adapter's, and lie behind the pool's blocks.
-        state_rows: behind a document's tokens, what it does to the states of linear layers takes as much as so many.
-        columns: that the convolutions of linear layers look back.
-    """
+    """The pool of one rank, and the model that its documents are compiled by."""
 
     num_blocks: int
-    block_size: int
-    bytes_per_token: int
-    fingerprint: str
-    dtype: str
-    max_document_tokens: int
-    vocab_size: int
-    front: tuple[int, ...] = ()
-    given: bool = False
-    state_rows: int = 0
-    columns: int = 0
+    block_size: int  # tokens in each
+    bytes_per_token: int  # over all layers
+    fingerprint: str  # of the model's weights; part of every document's key
+    dtype: str  # of keys and values
+    max_document_tokens: int  # longest document that the engine can compile
+    vocab_size: int  # ids are below
+    front: tuple[int, ...] = ()  # the tokens in front of documents while they are compiled
+    given: bool = False  # whether their keys and values are an adapter's, and lie behind the pool's blocks
+    state_rows: int = 0  # behind a document's tokens, what it does to the states of linear layers takes as much
+    columns: int = 0  # that the convolutions of linear layers look back
 
     @property
     def nbytes(self) -> int:
@@ -174,14 +151,9 @@ class LinkingLayout:
         self, method: LinkMethod, length: int, spans: Sequence[Range], chosen: Sequence[int] = (),
         *, exact_first: bool = False,
     ) -> LinkPlan:  # fmt: skip
-        """Of a prompt: see `plan.plan`.
+        """Of a prompt, by `plan` or `plan_interiors`; `chosen` are computed again where the question's look says which.
 
-        Args:
-            chosen: document tokens that are computed again where the question's look says which.
-            exact_first: see `plan_interiors`.
-
-        Raises:
-            ValueError: for spans that overlap, are empty, or leave the prompt.
+        Raises ValueError for spans that overlap, are empty, or leave the prompt.
         """
         check_spans(length, spans)
         if method.states:

@@ -29,21 +29,13 @@ ADAPTER = "adapter"
 
 @dataclass(frozen=True)
 class LinkMethod:
-    """How documents of a plain model are compiled and linked.
+    """How documents of a plain model are compiled and linked."""
 
-    Args:
-        name: as it is written in requests and reports, in one way only: ``legolink:16``, never ``legolink``.
-        front: what documents are compiled behind, as the library writes it; ``dummies:n`` with its number.
-        rule: which of their tokens are computed again where they are linked. values: its parameters.
-        seam: tokens at either end of each document that are computed again, in models of linear layers (HYPIC, sec.
-            4.2); None: the method is for models without.
-    """
-
-    name: str
-    front: str = "none"
-    rule: Rule = field(default=NOTHING, compare=False)
-    values: Mapping[str, Any] = field(default_factory=dict, compare=False)
-    seam: int | None = None
+    name: str  # as it is written in requests and reports, in one way only: ``legolink:16``, never ``legolink``
+    front: str = "none"  # what documents are compiled behind, as the library writes it; ``dummies:n`` with its number
+    rule: Rule = field(default=NOTHING, compare=False)  # which of their tokens are computed again where they are linked
+    values: Mapping[str, Any] = field(default_factory=dict, compare=False)  # its parameters
+    seam: int | None = None  # tokens at either end that hybrids compute again (HYPIC, sec. 4.2); None: for others
 
     @property
     def states(self) -> bool:
@@ -65,8 +57,7 @@ class LinkMethod:
     def recomputed(self, spans: Sequence[Range], paid: Tensor | None = None) -> list[int] | None:
         """Sorted positions of the document tokens that are computed again; None where the question's look has to say.
 
-        Args:
-            spans: as in `plan.plan`. paid: [N], `QueryLook.paid` of the prompt.
+        `paid`: [N], `QueryLook.paid` of the prompt.
         """
         alone = self.front == "none"
         found = [Span(*span, first=alone and not span[0]) for span in spans]
@@ -80,8 +71,7 @@ class LinkMethod:
     def parse(cls, spec: str) -> LinkMethod:
         """Reads a method with its parameters.
 
-        Raises:
-            ValueError: for a method that the library doesn't have, one that vLLM can't link with, or wrong numbers.
+        Raises ValueError for a method that the library doesn't have, one that vLLM can't link with, or wrong numbers.
         """
         name, given = methods.parse(spec)
         kind = methods.get(name)

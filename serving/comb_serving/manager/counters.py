@@ -36,20 +36,19 @@ class Histogram:
 class Counters:
     """By document and request.
 
-    documents, tokens: by state. A document is counted for each request as hit (in the pool, or on its way there) or
-    inlined, and once for each way into the pool as encoded or compiled, copied (from a lower tier) or failed.
-    prompt_tokens: of prompts with documents linked in them, by method and by where they came from, as the engine says.
-    found: segments that nobody has marked, and their tokens, by whether they were linked.
-    audits: tokens of answers that were also computed in full, by method: "same" before the two part, "parted" behind.
+    A document is counted for each request as hit (in the pool, or on its way there) or inlined, and once for each way
+    into the pool as encoded or compiled, copied (from a lower tier) or failed.
     """
 
-    documents: Counter[str] = field(default_factory=Counter)
+    documents: Counter[str] = field(default_factory=Counter)  # by state
     tokens: Counter[str] = field(default_factory=Counter)
     encode_seconds: Histogram = field(default_factory=Histogram)
     refused: int = 0
-    prompt_tokens: Counter[tuple[str, str]] = field(default_factory=Counter)
-    audits: Counter[tuple[str, str]] = field(default_factory=Counter)
-    found: Counter[tuple[str, str]] = field(default_factory=Counter)
+    prompt_tokens: Counter[tuple[str, str]] = field(default_factory=Counter)  # linked ones, by method and origin
+    audits: Counter[tuple[str, str]] = field(default_factory=Counter)  # by method: "same" until answers have "parted"
+    found: Counter[tuple[str, str]] = field(
+        default_factory=Counter
+    )  # segments that nobody has marked, and their tokens
 
     def count_found(self, tokens: int, *, linked: bool) -> None:
         """One found segment of a prompt."""

@@ -95,16 +95,11 @@ class WantedDocument:
 
 @dataclass(frozen=True)
 class LeasedDocument:
-    """A document of a lease.
-
-    Args:
-        tier: where it came from: "pool" (it was there, or on its way there for someone else), "host", "disk", or
-            one of `MADE`.
-    """
+    """A document of a lease."""
 
     key: str
     handle: PoolHandle
-    tier: str
+    tier: str  # "pool" (it was there, or on its way there for someone else), "host", "disk", or one of `MADE`
 
     @property
     def state(self) -> str:
@@ -115,15 +110,10 @@ class LeasedDocument:
 class Lease:
     """The documents of one request, in order, which stay in the pool until `release`. Release it in `finally`.
 
-    Args:
-        give_back: drops the references.
-        room_seconds, encode_seconds: how long it waited for room in the pool, and for encoders.
-
-    Attributes:
-        head: where the prompt's beginning is in the pool; None where that is computed.
+    Seconds are those that it waited for room in the pool, and for encoders; `give_back` drops the references.
     """
 
-    head: PoolHandle | None = None
+    head: PoolHandle | None = None  # where the prompt's beginning is in the pool; None where that is computed
 
     def __init__(
         self,

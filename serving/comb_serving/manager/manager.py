@@ -41,22 +41,16 @@ NO_PLACE = (DocumentsTooLargeError, EncoderError, PoolFullError, PoolPinnedError
 
 @dataclass
 class PICManager:
-    """Leases of documents in a pool of `layout`, filled by `encoders`.
-
-    Args:
-        wait_seconds: longest wait for room in the pool.
-        held_share, pinned_share: of the pool's blocks that one tenant may hold (in use or pinned), and pin.
-        clock: seconds, for expiry.
-    """
+    """Leases of documents in a pool of `layout`, filled by `encoders`."""
 
     layout: PoolLayout | LinkingLayout
     encoders: Encoders
-    wait_seconds: float = 0.0
-    clock: Callable[[], float] = time.monotonic
+    wait_seconds: float = 0.0  # longest wait for room in the pool
+    clock: Callable[[], float] = time.monotonic  # for expiry
     counters: Counters = field(default_factory=Counters)
-    held_share: float = 1.0
-    pinned_share: float = 1.0
-    waiting: int = 0
+    held_share: float = 1.0  # of the pool's blocks that one tenant may hold: in use or pinned
+    pinned_share: float = 1.0  # that it may pin
+    waiting: int = 0  # requests, for encoders
 
     def __post_init__(self) -> None:
         self.pool: Tier[PoolHandle] = Tier(self.layout.num_blocks)
@@ -353,10 +347,8 @@ class PICManager:
         self.index.check_integrity()
         entries = {*self.pool.entries.values(), *self.index.held}
         taken = [block for entry in entries for block in entry.value.blocks]
-        check(
-            "each block is free or one document's",
-            sorted(taken + self.free_blocks) == list(range(self.layout.num_blocks)),
-        )
+        once = sorted(taken + self.free_blocks) == list(range(self.layout.num_blocks))
+        check("each block is free or one document's", once)
         check("what is being encoded has a reference", all(e in entries and e.references for e in self._encoding))
         for entry in entries:
             size = self.layout.blocks_for(entry.value.tokens)

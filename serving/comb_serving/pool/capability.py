@@ -37,32 +37,27 @@ class Capability:
     """One request's documents.
 
     Args:
-        request_id: part of the engine's name for the request; empty where the engine alone chooses it.
-        salt: of the prefix cache, made from tenant and documents.
-        documents: their places, as `pack` writes them; empty where documents stand in the prompt.
-        prompts: `digest` of each prompt; empty where vLLM renders the messages itself.
         method: of a plain model, whose documents stand in the prompt and are linked there (`comb_serving.linking`);
             `COMPILE` for a prompt that is one document, to be kept; empty for a trained encoder's.
         spans: with a method, for each of `prompts` its documents' places, ``(start, tokens)``.
         found: whether these are segments that nobody has marked: what the prefix cache has of the prompt goes first.
-        lora: name of the LoRA that vLLM is to compute the request with; empty for none.
         head: tokens of the prompt's beginning, exact, that the first of `documents` holds in front of all `spans`;
             where that is compiled, all of them.
-        prefixes: of a trained encoder's documents, for each of `prompts` how many of its first tokens read none;
-            empty where all do. prefix_salt: of these tokens, which are the same whatever the documents.
+        prefixes: of a trained encoder's documents, for each of `prompts` how many of its first tokens read none; empty
+            where all do.
     """
 
-    request_id: str
-    salt: str
-    documents: tuple[int, ...]
-    prompts: tuple[str, ...]
+    request_id: str  # part of the engine's name for the request; empty where the engine alone chooses it
+    salt: str  # of the prefix cache, made from tenant and documents
+    documents: tuple[int, ...]  # their places, as `pack` writes them; empty where documents stand in the prompt
+    prompts: tuple[str, ...]  # `digest` of each prompt; empty where vLLM renders the messages itself
     method: str = ""
     spans: tuple[tuple[tuple[int, int], ...], ...] = ()
     found: bool = False
-    lora: str = ""
+    lora: str = ""  # name of the LoRA that vLLM is to compute the request with; empty for none
     head: int = 0
     prefixes: tuple[int, ...] = ()
-    prefix_salt: str = ""
+    prefix_salt: str = ""  # of these tokens, which are the same whatever the documents
 
     def sign(self, secret: bytes) -> str:
         """As a request carries it."""
@@ -124,13 +119,9 @@ def pack(handles: Sequence[PoolHandle]) -> list[int]:
 
 
 def unpack(numbers: Sequence[int], *, num_blocks: int, block_size: int, more: int = 0) -> list[PoolHandle]:
-    """The handles of `pack`.
+    """The handles of `pack`; `more`: behind each document's tokens there is as much as so many tokens take.
 
-    Args:
-        more: what is kept of every document behind its tokens takes as much room as so many tokens.
-
-    Raises:
-        ValueError: for anything that isn't such a list, or names blocks or lengths that don't fit the pool.
+    Raises ValueError for anything that isn't such a list, or names blocks or lengths that don't fit the pool.
     """
     handles, at = [], 0
     while at < len(numbers):
@@ -152,15 +143,11 @@ def unpack(numbers: Sequence[int], *, num_blocks: int, block_size: int, more: in
 
 @dataclass(frozen=True)
 class LinkReport:
-    """Args:
-    head_tokens: taken from the exact prefix cache.
-    linked_tokens: taken from the pool.
-    computed_tokens: of the prompt that passed through the model: seams and query.
-    """
+    """What was done for a prompt."""
 
-    head_tokens: int
-    linked_tokens: int
-    computed_tokens: int
+    head_tokens: int  # taken from the exact prefix cache
+    linked_tokens: int  # taken from the pool
+    computed_tokens: int  # that passed through the model: seams and query
 
 
 def name_of(token: str) -> str:

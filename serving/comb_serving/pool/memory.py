@@ -20,11 +20,7 @@ from torch import Tensor
 
 
 class HostMemory:
-    """A mapped file that several processes see; what is written is there.
-
-    Attributes:
-        flat: [nbytes] uint8.
-    """
+    """A mapped file that several processes see; what is written is there. `flat`: [nbytes] uint8."""
 
     def __init__(self, flat: Tensor) -> None:
         self.flat = flat
@@ -138,8 +134,7 @@ def check_shareable() -> None:
 def export(tensor: Tensor) -> dict[str, Any]:
     """What another process needs to map the whole storage of `tensor`: JSON values only.
 
-    Raises:
-        CannotShareError: for memory that CUDA gives no handle of.
+    Raises CannotShareError for memory that CUDA gives no handle of.
     """
     try:
         device, *values = tensor.untyped_storage()._share_cuda_()
@@ -161,8 +156,7 @@ def export(tensor: Tensor) -> dict[str, Any]:
 def open_exported(fields: dict[str, Any]) -> Tensor:
     """The exporter's storage as bytes [nbytes] uint8, on the same GPU, whichever number it has here.
 
-    Raises:
-        CannotShareError: if this process can't see that GPU, or the exporter is gone.
+    Raises CannotShareError if this process can't see that GPU, or the exporter is gone.
     """
     seen = [str(torch.cuda.get_device_properties(index).uuid) for index in range(torch.cuda.device_count())]
     if fields["device"] not in seen:

@@ -29,23 +29,18 @@ MANIFEST = ".json"
 
 @dataclass(frozen=True)
 class PoolLayout:
-    """What the pool looks like; with tensor parallelism each rank has a pool of its own heads.
-
-    Args:
-        dtype: in which the encoder computes and the decoder reads.
-        stored: "auto", as `dtype` is; or "fp8", e4m3 with a float32 scale per cross layer, slot and head, for keys and
-            values each.
-        memory: "host" or "cuda".
-    """
+    """What the pool looks like; with tensor parallelism each rank has a pool of its own heads."""
 
     cross_layers: int
     kv_heads: int
     head_dim: int
     num_blocks: int
     block_size: int = 16
-    dtype: str = "float32"
-    stored: str = "auto"
-    memory: str = "host"
+    dtype: str = "float32"  # in which the encoder computes and the decoder reads
+    stored: str = (
+        "auto"  # as `dtype` is; or "fp8": e4m3 with a float32 scale per cross layer, slot, head, key and value
+    )
+    memory: str = "host"  # "host" or "cuda"
 
     def __post_init__(self) -> None:
         for name in ("cross_layers", "kv_heads", "head_dim", "num_blocks", "block_size"):

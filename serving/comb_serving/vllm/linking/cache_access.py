@@ -26,16 +26,10 @@ _FP8_DIGIT = 8
 
 @dataclass(frozen=True)
 class TokenShape:
-    """What a layer caches of a token.
+    """What a layer caches of a token: keys and values [heads, dim], or MLA's latent [rank] and rotary keys [1, dim]."""
 
-    Args:
-        parts: shapes of the tensors that its writer takes: keys and values [heads, dim], or MLA's latent [rank] and
-            rotary keys [1, dim].
-        rotated: which of them holds keys with rotary positions.
-    """
-
-    parts: tuple[tuple[int, ...], tuple[int, ...]]
-    rotated: int
+    parts: tuple[tuple[int, ...], tuple[int, ...]]  # shapes of the tensors that its writer takes
+    rotated: int  # which of them holds keys with rotary positions
 
     @property
     def width(self) -> int:
@@ -50,17 +44,11 @@ class TokenShape:
 
 @dataclass(frozen=True)
 class TokenCodes:
-    """How a layer's cache writes numbers: as they are, or as bytes of fp8 times a scale.
+    """How a layer's cache writes numbers: as they are, or as bytes of fp8 times a scale."""
 
-    Args:
-        dtype: of the model.
-        fp8: of the cache; None where that is the model's own.
-        scales: of keys and values (or MLA's two parts).
-    """
-
-    dtype: torch.dtype
-    fp8: torch.dtype | None = None
-    scales: tuple[float, float] = (1.0, 1.0)
+    dtype: torch.dtype  # of the model
+    fp8: torch.dtype | None = None  # of the cache; None where that is the model's own
+    scales: tuple[float, float] = (1.0, 1.0)  # of keys and values (or MLA's two parts)
 
     @classmethod
     def of(cls, layer: Any, dtype: torch.dtype) -> TokenCodes:
@@ -91,13 +79,9 @@ class TokenCodes:
 
 
 def cached_layers(vllm_config: Any, *, states: bool = False) -> dict[str, Any]:
-    """Attention layers with a cache of their own, by name, in the model's order.
+    """Attention layers with a cache of their own, by name, in the model's order; `states`: linear ones are linked too.
 
-    Args:
-        states: whether linear layers are linked too (`linear_layers`).
-
-    Raises:
-        ValueError: if there is none, or one of a kind that isn't known here.
+    Raises ValueError if there is none, or one of a kind that isn't known here.
     """
     known = vllm_config.compilation_config.static_forward_context
     found = {}
@@ -122,8 +106,7 @@ def cached_layers(vllm_config: Any, *, states: bool = False) -> dict[str, Any]:
 def linear_layers(vllm_config: Any) -> dict[str, StateLayer]:
     """Layers that keep a state, by name, in the model's order.
 
-    Raises:
-        ValueError: if there is none, or one whose states can't be linked.
+    Raises ValueError if there is none, or one whose states can't be linked.
     """
     known = vllm_config.compilation_config.static_forward_context
     found = {name: state_layer(name, layer) for name, layer in known.items() if is_linear(layer)}
@@ -151,12 +134,7 @@ def write(layer: Any, first: Tensor, second: Tensor, slots: Tensor, cache: Tenso
 
 
 class CacheReader:
-    """Reads tokens out of layers' caches; layers whose caches look alike share what was found out.
-
-    Args:
-        block_size: tokens in a block of the cache.
-        codes: by layer.
-    """
+    """Reads tokens out of caches with blocks of one size; layers whose caches look alike share what was found out."""
 
     def __init__(self, block_size: int, codes: Mapping[Any, TokenCodes]) -> None:
         self.block_size, self._codes = block_size, codes
@@ -178,25 +156,20 @@ class CacheReader:
 
     def _where(self, layer: Any, slots: Tensor) -> tuple[Tensor, tuple[Tensor, Tensor]]:
         """A view of a layer's cache, and where in it the slots' numbers are [T, width]."""
-        cache, (places, extent) = layer.kv_cache, self._places_of(layer)
-        blocks = cache.as_strided((cache.shape[0], extent), (cache.stride(0), 1))
-        return blocks, ((slots // self.block_size)[:, None], places[slots % self.block_size])
-
-    def _places_of(self, layer: Any) -> tuple[Tensor, int]:
-        """Where in a block's memory each number of a token lies [block_size, width], and how far they reach.
-
-        Raises:
-            ValueError: if the backend doesn't keep what it is given.
-        """
         cache, shape = layer.kv_cache, token_shape(layer)
         alike = (type(layer.impl), tuple(cache.shape[1:]), cache.stride(), cache.dtype, shape)
         if alike not in self._places:
-            places = self._find(layer, cache, shape)
-            # a GPU is waited for here, and not at every read
-            self._places[alike] = places, int(places.max()) + 1
-        return self._places[alike]
+            found = self._find(layer, cache, shape)
+            self._places[alike] = found, int(found.max()) + 1  # a GPU is waited for here, and not at every read
+        places, extent = self._places[alike]
+        blocks = cache.as_strided((cache.shape[0], extent), (cache.stride(0), 1))
+        return blocks, ((slots // self.block_size)[:, None], places[slots % self.block_size])
 
     def _find(self, layer: Any, cache: Tensor, shape: TokenShape) -> Tensor:
+        """Where in a block's memory each number of a token lies [block_size, width], digit by digit.
+
+        Raises ValueError if the backend doesn't keep what it is given.
+        """
         count = self.block_size * shape.width
         numbers = torch.arange(1, count + 1, device=cache.device).view(self.block_size, shape.width)
         slots = torch.arange(self.block_size, 2 * self.block_size, device=cache.device)
@@ -204,7 +177,7 @@ class CacheReader:
         found = torch.zeros(size, dtype=torch.long, device=cache.device)
         codes, place = self._codes[layer], 1
         base = _DIGIT if codes.fp8 is None else _FP8_DIGIT
-        while place <= count:  # digit by digit
+        while place <= count:
             memory = torch.zeros(2 * size, dtype=cache.dtype, device=cache.device)
             scratch = memory.as_strided((2, *cache.shape[1:]), cache.stride())
             parts = shape.split(numbers // place % base)

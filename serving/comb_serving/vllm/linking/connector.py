@@ -35,29 +35,24 @@ class SeamJob:
     """A request whose seams are still to be computed.
 
     Args:
-        blocks: of the request.
-        ranges: of its prompt, that are left.
         token_ids: of its prompt, packed: every row that computes a seam gets a copy of all in front of it, which as
             Python's numbers would take a client's many small documents seconds.
-        interiors: with linear layers, whose state can't be ahead of itself: what is put between its seams, by where
-            it ends. Each has to be there before the tokens behind it are computed, and so there is one seam in a step.
-        beside: its own first step is the one that computes them; else it waits until they are there.
-        looks: where its question begins, which is computed behind `ranges` and looks at the documents first; None
-            where it doesn't, or has.
-        head: tokens of its prompt that were there. looked: that were computed for the look.
-        tokens: in `ranges`.
+        interiors: with linear layers, whose state can't be ahead of itself: what is put between its seams, by where it
+            ends. Each has to be there before the tokens behind it are computed, and so there is one seam in a step.
+        looks: where its question begins, which is computed behind `ranges` and looks at the documents first; None where
+            it doesn't, or has.
     """
 
     request: Any
     token_ids: array[int]
-    blocks: Blocks
-    ranges: deque[Range]
+    blocks: Blocks  # of the request
+    ranges: deque[Range]  # of its prompt, that are left
     interiors: dict[int, ComposeCommand]
-    beside: bool
+    beside: bool  # its own first step is the one that computes them; else it waits until they are there
     looks: int | None = None
-    head: int = 0
-    looked: int = field(init=False)
-    tokens: int = field(init=False)
+    head: int = 0  # tokens of its prompt that were there
+    looked: int = field(init=False)  # that were computed for the look
+    tokens: int = field(init=False)  # in `ranges`
 
     def __post_init__(self) -> None:
         self.tokens = sum(end - start for start, end in self.ranges)

@@ -25,37 +25,21 @@ Blocks = tuple[list[int], ...]
 
 @dataclass
 class RequestLink:
-    """The documents of one request.
+    """The documents of one request."""
 
-    Args:
-        name: of the request in the engine.
-        report: name of its report to the front.
-        method: None for a request that compiles the one document that its prompt is.
-        spans: where its documents are in the prompt, (start, tokens).
-        handles: where they are in the pool.
-        length: of the prompt.
-        layout: of the pool.
-        key: of the document of a request that compiles it, which is its salt in the prefix cache.
-        found: whether the documents are segments that nobody has marked.
-        interior: of that document in its prompt, whose states are to be captured; None where there are none.
-        exact: tokens of its prompt that the prefix cache had when it came.
-        chosen: document tokens to be computed again, as the question's look has said; None before that.
-        head: tokens of its prompt's exact beginning, which the first of `handles` is of.
-    """
-
-    name: str
-    report: str
-    method: LinkMethod | None
-    spans: tuple[tuple[int, int], ...]
-    handles: list[PoolHandle]
-    length: int
-    layout: LinkingLayout
-    key: str = ""
-    found: bool = False
-    interior: Range | None = None
-    exact: int = 0
-    chosen: list[int] | None = None
-    head: int = 0
+    name: str  # of the request in the engine
+    report: str  # name of its report to the front
+    method: LinkMethod | None  # None for a request that compiles the one document that its prompt is
+    spans: tuple[tuple[int, int], ...]  # where its documents are in the prompt, (start, tokens)
+    handles: list[PoolHandle]  # where they are in the pool
+    length: int  # of the prompt
+    layout: LinkingLayout  # of the pool
+    key: str = ""  # of the document of a request that compiles it, which is its salt in the prefix cache
+    found: bool = False  # whether the documents are segments that nobody has marked
+    interior: Range | None = None  # of that document in its prompt, if its states are to be captured
+    exact: int = 0  # tokens of its prompt that the prefix cache had when it came
+    chosen: list[int] | None = None  # document tokens to be computed again, once the question's look has said
+    head: int = 0  # tokens of its prompt's exact beginning, which the first of `handles` is of
 
     def go_behind(self, exact: int) -> None:
         """Leaves the first tokens, which the prefix cache has as plain prompts left them, to it.
@@ -91,10 +75,6 @@ class RequestLink:
             return LinkPlan((LoadedRange(0, front, 0, 0),) if front else (), (), front)
         return self.layout.plan(self.method, self.length, self.spans, self.chosen or (), exact_first=self.head > 0)
 
-    @cached_property
-    def _ends(self) -> list[int]:
-        return [load.end for load in self.plan.loads]
-
     def hash_extra(self, start: int, end: int) -> tuple[Any, ...]:
         """What belongs to the hash of tokens [start, end): which of them are loaded; nothing where none is.
 
@@ -105,7 +85,7 @@ class RequestLink:
             return ()
         if self.method.rule.by_query:  # what is computed again depends on the question behind: nobody else's
             return ("comb", self.name) if self.spans and end > self.spans[0][0] else ()
-        behind = self.plan.loads[bisect_right(self._ends, start) :]
+        behind = self.plan.loads[bisect_right(self.plan.loads, start, key=lambda load: load.end) :]
         touched = [
             (max(load.start, start) - start, min(load.end, end) - start, load.offset + max(0, start - load.start))
             for load in takewhile(lambda load: load.start < end, behind)
@@ -114,13 +94,9 @@ class RequestLink:
 
 
 def link_of(request: Any, layout: LinkingLayout, started: LinkMethod) -> RequestLink | None:
-    """Of a request that `check_request` has let pass; None without documents to link.
+    """Of a request that `check_request` has let pass, in an engine `started` with a method; None without documents.
 
-    Args:
-        started: the engine's method, which all documents are compiled for.
-
-    Raises:
-        ValueError: if its documents don't fit its prompt, its method or the pool.
+    Raises ValueError if its documents don't fit its prompt, its method or the pool.
     """
     token = token_of(request)
     if token is None:
@@ -163,86 +139,60 @@ def link_of(request: Any, layout: LinkingLayout, started: LinkMethod) -> Request
 
 @dataclass(frozen=True)
 class LoadCommand:
-    """Before the step: tokens [start, end) of a request are those from `offset` on of a document.
-
-    Args:
-        compiled: the position of the document's first token when it was compiled.
-    """
+    """Before the step: tokens [start, end) of a request are those from `offset` on of a document."""
 
     handle: PoolHandle
     offset: int
     start: int
     end: int
     blocks: Blocks
-    compiled: int
+    compiled: int  # the position of the document's first token when it was compiled
 
 
 @dataclass(frozen=True)
 class ComposeCommand:
-    """Before the step: the states of a request's linear layers go from in front of an interior to behind it.
-
-    Args:
-        tokens: of the interior.
-        fresh: whether it is the prompt's beginning: there is no state in front of it.
-    """
+    """Before the step: the states of a request's linear layers go from in front of an interior to behind it."""
 
     handle: PoolHandle
-    tokens: int
+    tokens: int  # of the interior
     blocks: Blocks
-    fresh: bool = False
+    fresh: bool = False  # whether it is the prompt's beginning: there is no state in front of it
 
 
 @dataclass(frozen=True)
 class CaptureCommand:
-    """After the step: of a document that is compiled, its interior begins here, or a part of it was computed.
-
-    Args:
-        begins: what was computed ended where the interior begins.
-        ends: what was computed ended where the interior ends.
-        whole: it is a prompt's beginning, of which the state is kept as it is.
-    """
+    """After the step: of a document that is compiled, its interior begins here, or a part of it was computed."""
 
     handle: PoolHandle
     blocks: Blocks
-    begins: bool
-    ends: bool
-    whole: bool = False
+    begins: bool  # what was computed ended where the interior begins
+    ends: bool  # what was computed ended where the interior ends
+    whole: bool = False  # it is a prompt's beginning, of which the state is kept as it is
 
 
 @dataclass(frozen=True, eq=False)
 class LookCommand:
-    """In the step: tokens [start, end) of a request are its question's, and what they look at is added up.
+    """In the step: tokens [start, end) of a request are its question's, and what they look at is added up."""
 
-    Args:
-        name: of the request.
-        length: of its prompt. spans: of its documents in there.
-        method: that chooses by it.
-        last: whether these are the question's last tokens.
-    """
-
-    name: str
+    name: str  # of the request
     start: int
     end: int
     blocks: Blocks
-    length: int
-    spans: tuple[Range, ...]
-    method: str
-    last: bool
+    length: int  # of its prompt
+    spans: tuple[Range, ...]  # of its documents in there
+    method: str  # that chooses by it
+    last: bool  # whether these are the question's last tokens
 
 
 @dataclass(frozen=True)
 class SaveCommand:
-    """After the step: a request's tokens from `start` on are the document of this key.
-
-    Args:
-        stateless: nothing was captured of it, as its seams cover it.
-    """
+    """After the step: a request's tokens from `start` on are the document of this key."""
 
     key: str
     handle: PoolHandle
     start: int
     blocks: Blocks
-    stateless: bool = False
+    stateless: bool = False  # nothing was captured of it, as its seams cover it
 
 
 @dataclass

@@ -33,12 +33,10 @@ class QueryLooks:
     Shapes: S tokens of a question, H query heads in G groups, D channels, K tokens up to a question's last.
 
     Args:
-        layers: by name.
         slots: of a layer's cache, (name, blocks, start, end) -> [end - start].
         keys: in it, (name, slots [K]) -> [K, G, D].
 
-    Raises:
-        ValueError: for a model whose attention isn't queries times keys.
+    Raises ValueError for a model whose attention isn't queries times keys.
     """
 
     def __init__(
@@ -76,8 +74,7 @@ class QueryLooks:
     def chosen(self) -> dict[str, list[int]]:
         """After it: by request, which of its document tokens are computed again, where that can be told now.
 
-        Raises:
-            RuntimeError: if a layer was not heard: then this isn't the vLLM that the hook was written for.
+        Raises RuntimeError if a layer was not heard: then this isn't the vLLM that the hook was written for.
         """
         looks, self.wanted = self.wanted, ()
         if self._heard != len(looks) * len(self.layers):

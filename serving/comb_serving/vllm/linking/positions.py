@@ -31,15 +31,10 @@ TOLERANCE = {torch.float32: 1e-3, torch.float16: 1e-2, torch.bfloat16: 4e-2}  # 
 
 @dataclass(frozen=True)
 class KeyPositions:
-    """Rotary tables of a model, and which of them each layer's keys are rotated by.
+    """Rotary tables of a model, and which of them each layer's keys are rotated by."""
 
-    Args:
-        tables: cosines and sines [positions, m] of each, float32, as vLLM computes them.
-        layers: by name; None where keys have no positions.
-    """
-
-    tables: tuple[tuple[Tensor, Tensor], ...]
-    layers: dict[str, Rotation | None]
+    tables: tuple[tuple[Tensor, Tensor], ...]  # cosines and sines [positions, m], float32, as vLLM computes them
+    layers: dict[str, Rotation | None]  # by name; None where keys have no positions
 
     def rerotation(self, compiled: Tensor, linked: Tensor) -> Rerotation:
         """What takes keys [T, heads, dim] from positions [T] to positions [T], in every table."""
@@ -50,11 +45,7 @@ class KeyPositions:
 
 
 def find_positions(model: nn.Module, layers: dict[str, Any], vllm_config: Any) -> KeyPositions:
-    """Asks each layer.
-
-    Raises:
-        ValueError: for a layer whose keys can't be taken to another position.
-    """
+    """Asks each layer. Raises ValueError for a layer whose keys can't be taken to another position."""
     last = vllm_config.model_config.max_model_len - 1
     device = next(model.parameters()).device
     near = {position for position in positions_near(vllm_config.model_config.hf_text_config) if position < last}
@@ -69,13 +60,27 @@ def find_positions(model: nn.Module, layers: dict[str, Any], vllm_config: Any) -
 def _keys(model: nn.Module, layers: dict[str, Any], positions: Tensor, vllm_config: Any) -> dict[str, Tensor]:
     """The part of each layer's cache that may hold positions [P, heads, dim], for one token at P positions."""
     caught: dict[str, tuple[Tensor, Tensor]] = {}
-    everywhere = [(name, layer) for name, layer in vllm_config.compilation_config.static_forward_context.items()
-                  if isinstance(layer, Attention | MLAAttention)]  # fmt: skip
-    linear = [layer for layer in vllm_config.compilation_config.static_forward_context.values() if is_linear(layer)]
-    for name, layer in everywhere:
-        layer.forward = partial(_catch, name, layer, caught)  # on this object alone, in front of its class's
+    known = vllm_config.compilation_config.static_forward_context
+    everywhere = {name: layer for name, layer in known.items() if isinstance(layer, Attention | MLAAttention)}
+    linear = [layer for layer in known.values() if is_linear(layer)]
+
+    def catch(
+        name: str, layer: Any, query: Tensor, first: Tensor, second: Tensor, output_shape: Any = None, **_: Any
+    ) -> Tensor:
+        """In place of an attention layer: keeps what goes into the cache, and adds nothing to any row."""
+        caught[name] = first, second
+        if output_shape is None:
+            output_shape = (len(query), layer.num_heads * getattr(layer, "head_size_v", layer.head_size))
+        return query.new_zeros(output_shape)
+
+    def nothing(hidden_states: Tensor, *_: Any, **__: Any) -> Tensor:
+        """In place of a linear layer: tokens that follow each other in a sequence would leave traces in each other."""
+        return torch.zeros_like(hidden_states)
+
+    for name, layer in everywhere.items():
+        layer.forward = partial(catch, name, layer)  # on this object alone, in front of its class's
     for layer in linear:
-        layer.forward = _nothing
+        layer.forward = nothing
     if (loras := getattr(model, "lora_manager", None)) is not None:
         none = (0,) * len(positions)  # of them: what they add depends on no position
         loras.set_adapter_mapping(LoRAMapping(none, none, is_prefill=True))
@@ -87,7 +92,7 @@ def _keys(model: nn.Module, layers: dict[str, Any], positions: Tensor, vllm_conf
             f"{type(model).__name__} can't be asked for its keys: {type(error).__name__}: {error}"
         ) from error
     finally:
-        for layer in [*(layer for _, layer in everywhere), *linear]:
+        for layer in [*everywhere.values(), *linear]:
             del layer.forward
     found = {}
     for name, layer in layers.items():
@@ -100,22 +105,6 @@ def _keys(model: nn.Module, layers: dict[str, Any], positions: Tensor, vllm_conf
             raise ValueError(f"{name}: what is cached beside keys depends on positions, so a document can't be moved")
         found[name] = parts[shape.rotated]
     return found
-
-
-def _catch(
-    name: str, layer: Any, caught: dict[str, tuple[Tensor, Tensor]], query: Tensor, first: Tensor, second: Tensor,
-    output_shape: Any = None, **_: Any,
-) -> Tensor:  # fmt: skip
-    """In place of an attention layer: keeps what goes into the cache, and adds nothing to any row."""
-    caught[name] = first, second
-    if output_shape is None:
-        output_shape = (len(query), layer.num_heads * getattr(layer, "head_size_v", layer.head_size))
-    return query.new_zeros(output_shape)
-
-
-def _nothing(hidden_states: Tensor, *_: Any, **__: Any) -> Tensor:
-    """In place of a linear layer: tokens that follow each other in a sequence would leave traces in each other."""
-    return torch.zeros_like(hidden_states)
 
 
 def _bound(keys: Tensor) -> float:
@@ -156,7 +145,13 @@ def _table(module: nn.Module, count: int, device: torch.device) -> tuple[Tensor,
         return cos.contiguous(), sin.contiguous()
     width, size = getattr(module, "rotary_dim", None), getattr(module, "head_size", None)
     if isinstance(width, int) and isinstance(size, int):  # one that keeps another table (LongRoPE) is asked
-        return _turned(module, torch.arange(count, device=device), width // 2, size)
+        m, key = width // 2, torch.zeros(count, size, device=device)
+        key[:, :m] = 1  # first halves of the pairs that are turned: cosines and sines come back
+        try:
+            turned = module(torch.arange(count, device=device), key.clone(), key.clone())[1].reshape(key.shape)
+        except (AssertionError, AttributeError, IndexError, RuntimeError, TypeError, ValueError):
+            return None  # with arguments of its own: nothing known here
+        return turned[:, :m].contiguous(), turned[:, m : 2 * m].contiguous()
     if not isinstance(getattr(module, "inv_freq", None), Tensor):
         return None
     # transformers', which may be asked about requests of any lengths at once
@@ -165,14 +160,3 @@ def _table(module: nn.Module, count: int, device: torch.device) -> tuple[Tensor,
         return None
     cos, sin = embedding.ask(torch.arange(count, device=device))
     return cos.contiguous(), sin.contiguous()
-
-
-def _turned(module: nn.Module, positions: Tensor, m: int, size: int) -> tuple[Tensor, Tensor] | None:
-    """Cosines and sines as a rotary module of vLLM's turns keys [T, size] whose first halves of m pairs are ones."""
-    key = torch.zeros(len(positions), size, device=positions.device)
-    key[:, :m] = 1
-    try:
-        turned = module(positions, key.clone(), key.clone())[1].reshape(key.shape)
-    except (AssertionError, AttributeError, IndexError, RuntimeError, TypeError, ValueError):
-        return None  # with arguments of its own: nothing known here
-    return turned[:, :m].contiguous(), turned[:, m : 2 * m].contiguous()

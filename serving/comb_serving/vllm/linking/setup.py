@@ -28,9 +28,7 @@ LEAST_TOKENS = 8  # in a step: interiors are never computed token by token
 def engine_options(method: LinkMethod, front: Sequence[int] = (), link_tokens: str | None = None) -> dict[str, Any]:
     """Arguments of vLLM's engine; without vLLM installed they can be had too.
 
-    Args:
-        front: token ids that documents are compiled behind.
-        link_tokens: the adapter that gives their keys and values.
+    `front`: token ids that documents are compiled behind; `link_tokens`: the adapter that gives their keys and values.
     """
     transfer = {
         "kv_connector": CONNECTOR, "kv_connector_module_path": CONNECTOR_MODULE, "kv_role": "kv_both",
@@ -53,8 +51,7 @@ def linking_options(options: ServeOptions) -> dict[str, Any]:
 def front_for(method: LinkMethod, checkpoint: str | Path, link_tokens: str | None = None) -> list[int]:
     """What a method's documents are compiled behind, in a checkpoint's tokens; placeholders for an adapter's.
 
-    Raises:
-        ValueError: for a checkpoint without a tokenizer, or without BOS and EOS where those stand there.
+    Raises ValueError for a checkpoint without a tokenizer, or without BOS and EOS where those stand there.
     """
     if link_tokens is not None:
         adapter = load_config(link_tokens, LinkTokensConfig)

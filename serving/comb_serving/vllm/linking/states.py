@@ -142,11 +142,7 @@ def is_linear(layer: Any) -> bool:
 
 
 def state_layer(name: str, layer: Any) -> StateLayer:
-    """A linear layer of vLLM's.
-
-    Raises:
-        ValueError: for one whose scan can't be heard here.
-    """
+    """A linear layer of vLLM's. Raises ValueError for one whose scan can't be heard here."""
     kind = layer.mamba_type.name
     if kind == "MAMBA2" and hasattr(layer, "conv_ssm_forward"):
         return ScalarLayer(layer)
@@ -165,24 +161,15 @@ def _channels_first() -> bool:
 
 @dataclass(frozen=True)
 class DocumentState:
-    """What a document's interior does to one layer: views of a pool's bytes.
+    """What a document's interior does to one layer: views of a pool's bytes."""
 
-    Args:
-        transition: T's tensor, as its family has it.
-        state: S, and as long as the interior isn't read to its end, the state in front of it.
-        columns: [kernel - 1, C] in front of the convolution, of the interior's last tokens.
-    """
-
-    transition: Tensor
-    state: Tensor
-    columns: Tensor
+    transition: Tensor  # T's tensor, as its family has it
+    state: Tensor  # S, and as long as the interior isn't read to its end, the state in front of it
+    columns: Tensor  # [kernel - 1, C] in front of the convolution, of the interior's last tokens
 
 
 class DocumentStates:
     """The linear layers of one rank, and how the bytes of a document are laid out.
-
-    Args:
-        layers: by name.
 
     Attributes:
         nbytes: that a document takes, whatever its length.
@@ -282,8 +269,7 @@ class DocumentStates:
     def capture(self, command: CaptureCommand, memory: Tensor) -> None:
         """After a step that ended where the interior begins, or somewhere inside of it.
 
-        Raises:
-            RuntimeError: if a layer's scan was not heard: then this isn't the vLLM that the hooks were written for.
+        Raises RuntimeError if a layer's scan was not heard: then this isn't the vLLM that the hooks were written for.
         """
         for name, kept in self.parts(memory).items():
             layer, slot = self.layers[name], command.blocks[self._groups[name]][0]
