@@ -15,7 +15,6 @@ from comb.hybrid.caches import is_hybrid
 from comb.hybrid.compile import compile_segment
 from comb.hybrid.support import find_hybrid_support
 from comb.linking.positions import UnmovableError
-from comb.model.config import CombEncoderConfig
 from comb.model.modeling import CombForCausalLM
 
 
@@ -24,22 +23,36 @@ def describe(model: CombForCausalLM) -> Table:
     info, encoder = model.info, model.encoder.config
     trainable, total = model.num_trainable_parameters()
     table = Table(show_header=False, title=f"{info.model_type} backbone with a COMB encoder")
-    rope = ", ".join(f"{key} {value}" for key, value in sorted(info.rope_parameters.items()))
+    counts = Counter(info.layer_kinds)
+    kinds = ", ".join(f"{count} {kind}" for kind, count in counts.most_common())
+    runs = " ".join(f"{kind}x{len(list(run))}" for kind, run in groupby(info.layer_kinds))
+    if len(counts) == 1:
+        kinds = f"all {info.layer_kinds[0]}"
+    elif len(runs) < 60:
+        kinds = f"{kinds} ({runs})"
+    mask = "causal" if encoder.causal else "bidirectional"
+    size = 2 * model.num_cross_layers * encoder.num_key_value_heads * encoder.head_dim * model.encoder.dtype.itemsize
+    cached = f"{size} bytes"
+    attending = sum(kind not in ("linear", "none") for kind in info.layer_kinds)
+    if attending and not info.latent_attention:
+        full = 2 * attending * info.num_key_value_heads * info.head_dim * model.backbone.dtype.itemsize
+        cached += f" ({100 * size / full:.0f}% of the backbone's {full})"
     rows = {
         "decoder layers": f"{info.num_layers} at {info.layers_path}",
-        "layer kinds": _kinds(info.layer_kinds),
+        "layer kinds": kinds,
         "hidden, MLP": f"{info.hidden_size}, {info.intermediate_size} ({info.hidden_act})",
         "heads": f"{info.num_attention_heads} query, {info.num_key_value_heads} key/value, head_dim {info.head_dim}"
         + (" (the backbone's own attention is latent)" if info.latent_attention else ""),
-        "rotary": rope,
+        "rotary": ", ".join(f"{key} {value}" for key, value in sorted(info.rope_parameters.items())),
         "vocabulary": f"{info.vocab_size}, embeddings {'tied' if info.tied_embeddings else 'not tied'} to the head, "
         f"scaled by {info.embedding_scale:g}",
         "context": f"{info.max_position_embeddings} tokens; documents up to {model.max_document_tokens}",
-        "encoder": _encoder(encoder),
+        "encoder": f"{encoder.num_hidden_layers} layers, {mask}, {encoder.norm_placement}-norm, "
+        f"q/k norm {encoder.qk_norm}",
         "cross blocks": f"before layers {model.config.cross_attention_layers}, reading encoder layers "
         f"{model.config.cross_encoder_layers}",
         "parameters": f"{total:,d}, of them {trainable:,d} ({100 * trainable / total:.1f}%) in the adapter",
-        "cache per document token": _bytes(model),
+        "cache per document token": cached,
         **describe_hybrid(model.backbone),
         "fingerprint": model.fingerprint,
     }
@@ -48,31 +61,6 @@ def describe(model: CombForCausalLM) -> Table:
     for note in info.notes:
         table.add_row("note", note)
     return table
-
-
-def _encoder(config: CombEncoderConfig) -> str:
-    mask = "causal" if config.causal else "bidirectional"
-    return f"{config.num_hidden_layers} layers, {mask}, {config.norm_placement}-norm, q/k norm {config.qk_norm}"
-
-
-def _kinds(kinds: tuple[str, ...]) -> str:
-    counts = Counter(kinds)
-    if len(counts) == 1:
-        return f"all {kinds[0]}"
-    runs = " ".join(f"{kind}x{len(list(run))}" for kind, run in groupby(kinds))
-    totals = ", ".join(f"{count} {kind}" for kind, count in counts.most_common())
-    return f"{totals} ({runs})" if len(runs) < 60 else totals
-
-
-def _bytes(model: CombForCausalLM) -> str:
-    info, encoder = model.info, model.encoder.config
-    size = model.encoder.dtype.itemsize
-    ours = 2 * model.num_cross_layers * encoder.num_key_value_heads * encoder.head_dim * size
-    if info.latent_attention:
-        return f"{ours} bytes"
-    attending = sum(kind not in ("linear", "none") for kind in info.layer_kinds)
-    full = 2 * attending * info.num_key_value_heads * info.head_dim * model.backbone.dtype.itemsize
-    return f"{ours} bytes ({100 * ours / full:.0f}% of the backbone's {full})" if full else f"{ours} bytes"
 
 
 _TOKENS = 32

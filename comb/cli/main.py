@@ -146,7 +146,24 @@ def doctor(
     else:
         loaded = load_named(model, backbone=backbone, dtype=dtype, device=device)
     if segments:
-        _show_segments(model, loaded, "primed,legolink:16" if methods == "all" else methods, prompts, threshold)
+        from comb.backbones.tokenizer import load_tokenizer
+        from comb.cli.doctor_segments import check_segments, kinds_below, made_prompts, read_prompts
+        from comb.evaluation.table import Column, TextTable, fixed
+
+        specs = split_specs("primed,legolink:16" if methods == "all" else methods)
+        asked = made_prompts(8) if prompts is None else {prompts.stem: read_prompts(prompts)}
+        found = check_segments(loaded, load_tokenizer(model, loaded), specs, asked)
+        columns = [Column("method", "method", names=True), Column("segments", "kind", names=True),
+                   Column("prompts", "prompts"), Column("found, %", lambda row: f"{100 * row['linked']:.0f}"),
+                   Column("KL", "kl", fixed(3)), Column("at most (95%)", "high", fixed(3))]  # fmt: skip
+        title = "Segments that a server finds, linked; KL to full recompute"
+        console.print(TextTable(title, columns, list(map(vars, found))))
+        for spec in specs:
+            kinds = kinds_below(found, spec, threshold)
+            said = (
+                f"--comb-segment-kinds {','.join(kinds)}" if kinds else "no kind of segment; leave --comb-segments off"
+            )
+            console.print(f"{escape(spec)}, KL below {threshold:g}: {said}", soft_wrap=True)
         return
     console.print("[bold]encoder[/]")
     passed = True
@@ -173,26 +190,6 @@ def doctor(
             passed = passed and verdict.passed
     if not passed:
         raise typer.Exit(1)
-
-
-def _show_segments(name: str, model: Any, specs: str, path: Path | None, threshold: float) -> None:
-    from comb.backbones.tokenizer import load_tokenizer
-    from comb.cli.doctor_segments import check_segments, kinds_below, made_prompts, read_prompts
-    from comb.evaluation.table import Column, TextTable, fixed
-    from comb.methods import split_specs
-
-    prompts = made_prompts(8) if path is None else {path.stem: read_prompts(path)}
-    verdicts = check_segments(model, load_tokenizer(name, model), split_specs(specs), prompts)
-    columns = [Column("method", "method", names=True), Column("segments", "kind", names=True),
-               Column("prompts", "prompts"), Column("found, %", lambda row: f"{100 * row['linked']:.0f}"),
-               Column("KL", "kl", fixed(3)), Column("at most (95%)", "high", fixed(3))]  # fmt: skip
-    console.print(
-        TextTable("Segments that a server finds, linked; KL to full recompute", columns, list(map(vars, verdicts)))
-    )
-    for spec in split_specs(specs):
-        kinds = kinds_below(verdicts, spec, threshold)
-        said = f"--comb-segment-kinds {','.join(kinds)}" if kinds else "no kind of segment; leave --comb-segments off"
-        console.print(f"{escape(spec)}, KL below {threshold:g}: {said}", soft_wrap=True)
 
 
 def _as_comb(model: Any, encoder_layers: int | None) -> Any:

@@ -17,10 +17,11 @@ from comb import methods
 from comb.backbones.adapter import trained_method
 from comb.backbones.identity import backbone_of, forget_identity, one_walk
 from comb.backbones.loading import HUB_ARGUMENTS, load_model
-from comb.backbones.tokenizer import load_tokenizer
+from comb.backbones.rotary import rotary_embeddings
+from comb.backbones.tokenizer import check_tokenizer, load_tokenizer
 from comb.cache.store import PICacheStore, StoreFullError
 from comb.documents import splitting
-from comb.documents.catalog import KeyedSegment, UnknownDocumentError, by_document
+from comb.documents.catalog import DocumentCatalog, KeyedSegment, UnknownDocumentError, by_document
 from comb.documents.document import DocumentLike, PromptBuilder
 from comb.documents.messages import Message
 from comb.documents.splitting import DEFAULT_SPLITTER, Boundaries, Splitter
@@ -95,17 +96,17 @@ class PICEngine(AnswerSteps):
     ) -> None:
         if not isinstance(model, nn.Module):
             raise ValueError(f"model is a loaded one: PICEngine.from_pretrained({model!r}, ...) loads it by its name")
-        super().__init__(
-            model,
-            tokenizer,
-            make_method(method, model, tokenizer, parameters),
-            store=default_store(model) if store is None else store,
-            salt=salt,
-            prompt_builder=PromptBuilder(tokenizer) if prompt_builder is None else prompt_builder,
-            splitter=splitting.create(splitter),
-            mac=MacConfig.parse(mac) if isinstance(mac, str) else mac,
-            encoder_enabled=encoder_enabled,
-        )
+        super().__init__()
+        self.store = default_store(model) if store is None else store
+        self.method = make_method(method, model, tokenizer, parameters)
+        self.prompt_builder = PromptBuilder(tokenizer) if prompt_builder is None else prompt_builder
+        self.splitter = splitting.create(splitter)
+        self.mac = MacConfig.parse(mac) if isinstance(mac, str) else mac
+        check_tokenizer(model, tokenizer)
+        self.model, self.tokenizer, self.salt, self.encoder_enabled = model, tokenizer, salt, encoder_enabled
+        self.catalog = DocumentCatalog(self.store)
+        self._plain = methods.create("full", model)
+        rotary_embeddings(self.method.backbone)  # which costs a pass that belongs to no question
         self._owns_executor = executor is None
         self.executor = executor
         if executor is not None:
@@ -206,8 +207,12 @@ class PICEngine(AnswerSteps):
             ValueError: empty or over-long documents, a prompt that doesn't fit, bad generation settings.
             PICacheTooLargeError, StoreFullError: the store has no room for these documents.
         """
-        request = Request(question, documents, document_ids)
-        return self.ask_batch([request], encoder=encoder, **generate_kwargs)[0]
+        start, on = time.perf_counter(), self.with_encoder(encoder)
+        with one_walk():
+            settings = self.settings(generate_kwargs)
+            prepared = self.prepare(question, self.segments_of(documents, document_ids), encoder=on)
+            ((answer, *_),) = self.answers([prepared], settings, start, encoder=on)
+            return answer
 
     def chat(self, messages: Sequence[Message], documents: Sequence[DocumentLike] = (), **options: Any) -> Answer:
         """`ask` with chat messages."""

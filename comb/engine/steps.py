@@ -18,11 +18,8 @@ from typing import Any
 from torch import Tensor
 from transformers.cache_utils import Cache
 
-from comb import methods
 from comb.backbones.forward import counted_passes
 from comb.backbones.identity import CHANGED, one_walk
-from comb.backbones.rotary import rotary_embeddings
-from comb.backbones.tokenizer import check_tokenizer
 from comb.cache.store import PICacheRef, PICacheStore
 from comb.documents.catalog import DocumentCatalog, KeyedSegment
 from comb.documents.document import Document, DocumentLike, Prompt, PromptBuilder, as_document
@@ -59,36 +56,26 @@ def _cut(
 
 
 class AnswerSteps:
-    """A model with its method, store and settings, and the steps that answers are made of.
+    """The steps that answers are made of, on what `PICEngine` holds.
 
     The settings are attributes that anybody may set; a call takes them as it finds them.
     """
 
-    executor: CompileExecutor | None = None
+    model: Any
+    tokenizer: Any
+    method: Method
+    store: PICacheStore
+    catalog: DocumentCatalog
+    salt: str
+    prompt_builder: PromptBuilder
+    splitter: Splitter
+    mac: MacConfig | None
+    encoder_enabled: bool
+    executor: CompileExecutor | None
+    _plain: Method  # what answers with the encoder off
 
-    def __init__(
-        self,
-        model: Any,
-        tokenizer: Any,
-        method: Method,
-        *,
-        store: PICacheStore,
-        salt: str,
-        prompt_builder: PromptBuilder,
-        splitter: Splitter,
-        mac: MacConfig | None,
-        encoder_enabled: bool,
-    ) -> None:
-        check_tokenizer(model, tokenizer)
-        self.model, self.tokenizer, self.method = model, tokenizer, method
-        self.store, self.salt = store, salt
-        self.prompt_builder, self.splitter = prompt_builder, splitter
-        self.mac = mac
-        self.encoder_enabled = encoder_enabled
-        self.catalog = DocumentCatalog(store)
+    def __init__(self) -> None:
         self._cut = functools.lru_cache(_REMEMBERED)(_cut)
-        self._plain = methods.create("full", model)
-        rotary_embeddings(method.backbone)  # which costs a pass that belongs to no question
 
     @property
     def heads(self) -> PrefixCache:
@@ -181,6 +168,7 @@ class AnswerSteps:
         if not (encoder and self.method.uses_encoder):  # else documents are no tokens of the prompt
             own = len(prompt.head) + sum(map(len, prompt.gaps)) + len(prompt.tail)
             self.method.check_prompt(sum(len(segment.token_ids) for segment in every), own)
+        # an embedding of the query that has changed in silence makes it another model, with other keys
         if encoder and self.method.notice_rows(prompt.query):
             every = self.keyed_anew(every)
         return every, prompt
@@ -239,7 +227,7 @@ class AnswerSteps:
         for segments, prompt in questions:
             if encoder:
                 picaches = [references[segment.key].picache for segment in segments]
-            else:
+            else:  # tokens of the prompt like all others
                 picaches = [token_picache(method.fingerprint, segment.token_ids) for segment in segments]
             rows.append(LinkRequest(picaches, prompt.tail, prompt.head, prompt.gaps, self.salt))
         with ExitStack() as stack:

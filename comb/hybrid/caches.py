@@ -99,7 +99,7 @@ def give_room(cache: Any, length: int) -> None:
     """Room for `length` tokens and a little more behind the keys and values, so that nothing copies them again."""
     for number, layer in attention_layers(cache).items():
         if type(layer) is DynamicLayer:
-            cache.layers[number] = RoomyLayer.of(layer, length)
+            cache.layers[number] = RoomyLayer.of(layer.keys, layer.values, length)
 
 
 def run(model: Any, token_ids: list[int], cache: Cache, start: int, *, step: int | None = None) -> Tensor | None:

@@ -105,7 +105,7 @@ class ScatterLayer(DynamicLayer):
 
 
 def plain_layer(keys: Tensor, values: Tensor) -> DynamicLayer:
-    """A layer of transformers' own with these keys and values [rows, H, tokens, D]; appending to it copies them."""
+    """A layer of transformers' own with these keys and values [rows, H, tokens, D]."""
     layer = DynamicLayer()
     layer.lazy_initialization(keys, values)
     layer.keys, layer.values = keys, values
@@ -136,17 +136,21 @@ class RoomyLayer(DynamicLayer):
             self.keys, self.values = self.keys.to(key_states.device), self.values.to(key_states.device)
             self.room = None
         before, after = self.get_seq_length(), self.get_seq_length() + key_states.shape[-2]
-        keys, values = self._room(after)
-        keys[:, :, before:after] = key_states
-        values[:, :, before:after] = value_states
-        self.keys, self.values = keys[:, :, :after], values[:, :, :after]
+        room = self.room
+        # beam search and cropping put other tensors into `keys`; the room behind the old ones isn't theirs
+        ours = room is not None and self.keys.data_ptr() == room[0].data_ptr() and len(self.keys) == len(room[0])
+        if room is None or not ours or after > room[0].shape[-2]:
+            room = self.room = _with_room(self.keys, after), _with_room(self.values, after)
+        room[0][:, :, before:after] = key_states
+        room[1][:, :, before:after] = value_states
+        self.keys, self.values = room[0][:, :, :after], room[1][:, :, :after]
         return self.keys, self.values
 
     @classmethod
-    def of(cls, layer: Any, length: int) -> RoomyLayer:
-        """A copy of a layer's keys and values with room for `length` tokens and a little more."""
-        most = max(length, layer.keys.shape[2])
-        return cls(_with_room(layer.keys, most), _with_room(layer.values, most), layer.keys.shape[2])
+    def of(cls, keys: Tensor, values: Tensor, length: int) -> RoomyLayer:
+        """A copy of `keys` and `values` with room for `length` tokens and a little more."""
+        most = max(length, keys.shape[2])
+        return cls(_with_room(keys, most), _with_room(values, most), keys.shape[2])
 
     def fork(self) -> RoomyLayer:
         """A layer of the same content that takes the room along."""
@@ -154,27 +158,34 @@ class RoomyLayer(DynamicLayer):
         self.room = None
         return fork
 
-    def _room(self, length: int) -> tuple[Tensor, Tensor]:
-        assert self.keys is not None
-        # beam search and cropping put other tensors into `keys`; the room behind the old ones isn't theirs
-        ours = self.room is not None and self.keys.data_ptr() == self.room[0].data_ptr()
-        if not ours or self.room is None or len(self.keys) != len(self.room[0]) or length > self.room[0].shape[-2]:
-            self.room = _with_room(self.keys, length), _with_room(self.values, length)
-        return self.room
-
 
 def _with_room(tensor: Tensor, length: int) -> Tensor:
-    roomy = tensor.new_empty(*tensor.shape[:2], length + max(ROOM, length // 8), tensor.shape[-1])
+    roomy = tensor.new_empty(*tensor.shape[:2], roomy_size(length), tensor.shape[-1])
     roomy[:, :, : tensor.shape[-2]] = tensor
     return roomy
 
 
-def empty_cache(model: Any) -> DynamicCache:
-    """An empty cache of the kind that `model` takes, layers with keys and values only."""
+def roomy_size(length: int) -> int:
+    """Tokens that a buffer for `length` of them takes: a little more."""
+    return length + max(ROOM, length // 8)
+
+
+def ordinary_cache(model: Any, layers: Sequence[tuple[Tensor, Tensor]], length: int) -> DynamicCache:
+    """A cache of the kind that `model` takes, of the first `length` tokens of keys and values [1, H, N, D].
+
+    In their memory, with what stands behind as room; only what a sliding window shows is copied.
+    """
     # from the configuration, which takes transformers some 0.2 ms, once for each state of the weights
     empty = identity_of(model).fact("empty cache", lambda: DynamicCache(config=model.config))
     cache = copy.copy(empty)
     cache.layers = [copy.copy(layer) for layer in empty.layers]
+    for number, ((keys, values), layer) in enumerate(zip(layers, list(cache.layers), strict=True)):
+        if type(layer) is DynamicLayer:
+            cache.layers[number] = RoomyLayer(keys, values, length)
+        else:
+            layer.update(keys[:, :, :length], values[:, :, :length])
+            # the layer keeps a view of its window; the rest of the prompt must not stay alive behind it
+            layer.keys, layer.values = layer.keys.clone(), layer.values.clone()
     return cache
 
 
@@ -213,17 +224,8 @@ class ScatterCache(Cache):
         return updated
 
     def dynamic(self, model: Any, length: int) -> DynamicCache:
-        """The first `length` tokens as an ordinary cache of `model`, which shares this one's memory where it can."""
-        cache = empty_cache(model)
-        for number, (source, target) in enumerate(zip(self.layers, list(cache.layers), strict=True)):
-            keys, values = source.keys[:, :, :length], source.values[:, :, :length]
-            if type(target) is DynamicLayer:
-                cache.layers[number] = RoomyLayer(source.keys, source.values, length)
-            else:
-                target.update(keys, values)
-                # the layer keeps a view of its window; the rest of the prompt must not stay alive behind it
-                target.keys, target.values = target.keys.clone(), target.values.clone()
-        return cache
+        """The first `length` tokens as an ordinary cache of `model`; see `ordinary_cache`."""
+        return ordinary_cache(model, [(layer.keys, layer.values) for layer in self.layers], length)
 
 
 def assemble(

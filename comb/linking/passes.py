@@ -17,7 +17,15 @@ from transformers.cache_utils import Cache, DynamicCache, DynamicLayer
 from comb.backbones.attention_calls import AttentionCall
 from comb.backbones.forward import count_tokens, run_decoder, takes_positions
 from comb.cache.picache import DecoderPICache
-from comb.linking.cache import LayerReached, RoomyLayer, ScatterCache, ScatteredRows, empty_cache, plain_layer
+from comb.linking.cache import (
+    LayerReached,
+    RoomyLayer,
+    ScatterCache,
+    ScatteredRows,
+    ordinary_cache,
+    plain_layer,
+    roomy_size,
+)
 from comb.linking.masks import Masks
 from comb.linking.recomputed import recomputed_attention
 from comb.waits import all_finite
@@ -44,7 +52,7 @@ def compile_tokens(
     end = start + len(token_ids)
     # without a configuration every layer keeps all its tokens, also those behind a sliding window
     cache = DynamicCache()
-    cache.layers = [RoomyLayer.of(plain_layer(*tensors), end) for tensors in _joined(model, before)]
+    cache.layers = [RoomyLayer(keys, values, start) for keys, values in _joined(model, before, end)]
     ids = torch.tensor([list(token_ids)])
     positions = torch.arange(start, end)[None] if takes_positions(model) else None
     mask = torch.ones(1, end, dtype=torch.long)
@@ -61,30 +69,22 @@ def compile_tokens(
 
 def cache_of(model: Any, pieces: Sequence[DecoderPICache], length: int) -> Cache:
     """An ordinary cache over all of `pieces`, of copies, with room for `length` tokens and a little more."""
-    cache = empty_cache(model)
-    for number, (keys, values) in enumerate(_joined(model, pieces)):
-        layer = cache.layers[number]
-        if type(layer) is DynamicLayer:
-            cache.layers[number] = RoomyLayer.of(plain_layer(keys, values), length)
-        else:
-            layer.update(keys, values)
-            # the layer keeps a view of its window; all that is in front must not stay alive behind it
-            layer.keys, layer.values = layer.keys.clone(), layer.values.clone()
-    return cache
+    return ordinary_cache(model, _joined(model, pieces, length), sum(piece.num_tokens for piece in pieces))
 
 
-def _joined(model: Any, pieces: Sequence[DecoderPICache]) -> list[tuple[Tensor, Tensor]]:
-    """Per layer, keys and values [1, kv_heads, tokens, head_dim] of all pieces; of a single one they are its own."""
+def _joined(model: Any, pieces: Sequence[DecoderPICache], length: int) -> list[tuple[Tensor, Tensor]]:
+    """Per layer, copies of all pieces' keys and values [1, kv_heads, tokens, head_dim], in buffers for `length`."""
     device = model.get_input_embeddings().weight.device
-
-    def joined(tensors: Sequence[Tensor]) -> Tensor:
-        near = [tensor.to(device) for tensor in tensors]  # a head is there already, what a store keeps may not be
-        return (torch.cat(near, dim=1) if len(near) > 1 else near[0])[None]
-
-    return [
-        (joined([piece.keys[number] for piece in pieces]), joined([piece.values[number] for piece in pieces]))
-        for number in range(len(pieces[0].keys) if pieces else 0)
-    ]
+    tokens = sum(piece.num_tokens for piece in pieces)
+    layers = []
+    for number in range(len(pieces[0].keys) if pieces else 0):
+        pair = []
+        for parts in ([piece.keys[number] for piece in pieces], [piece.values[number] for piece in pieces]):
+            near = [tensor.to(device) for tensor in parts]  # a head is there already, what a store keeps may not be
+            room = near[0].new_empty(len(near[0]), roomy_size(max(length, tokens)) - tokens, near[0].shape[-1])
+            pair.append(torch.cat([*near, room], dim=1)[None])
+        layers.append((pair[0], pair[1]))
+    return layers
 
 
 def recompute(

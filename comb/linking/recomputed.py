@@ -135,35 +135,32 @@ class RunPlan:
     runs: tuple[tuple[int, int], ...]
 
     @property
-    def most_rows(self) -> int:
-        """Rows of the longest run."""
-        return max(end - start for start, end in self.runs)
+    def rows(self) -> list[int]:
+        """How many rows each run has."""
+        return [end - start for start, end in self.runs]
 
     @property
-    def most_keys(self) -> int:
-        """Keys that the last run's last row sees."""
-        return max(end for _, end in self.runs)
+    def keys(self) -> list[int]:
+        """How many keys each run's last row sees."""
+        return [end for _, end in self.runs]
 
     @property
     def tiles(self) -> int:
         """Tiles of rows times the keys that each is multiplied with, of one head."""
-        return sum(-(-(end - start) // TILE_ROWS) * end for start, end in self.runs)
+        return sum(-(-rows // TILE_ROWS) * keys for rows, keys in zip(self.rows, self.keys, strict=True))
 
     @property
     def masked_tiles(self) -> int:
         """The same under one mask over all rows."""
-        rows = sum(end - start for start, end in self.runs)
-        return -(-rows // TILE_ROWS) * self.most_keys
+        return -(-sum(self.rows) // TILE_ROWS) * max(self.keys)
 
     def arguments(self, device: torch.device) -> dict[str, Any]:
         """``cu_seq_q`` and ``cu_seq_k`` [R + 1], ``seqused_k`` [R], int32 and sent in one copy, and the maxima."""
-        counts = torch.tensor([0, *(end - start for start, end in self.runs)]).cumsum(0)
-        ends = torch.tensor([end for _, end in self.runs])
-        sent = on_device(torch.cat([counts, torch.zeros_like(counts), ends]).int(), device)
-        starts, keys, used = sent.split([len(counts), len(counts), len(ends)])
-        return {
-            "cu_seq_q": starts, "cu_seq_k": keys, "max_q": self.most_rows, "max_k": self.most_keys, "seqused_k": used,
-        }  # fmt: skip
+        counts = torch.tensor([0, *self.rows]).cumsum(0)
+        sent = on_device(torch.cat([counts, torch.zeros_like(counts), torch.tensor(self.keys)]).int(), device)
+        starts, keys, used = sent.split([len(counts), len(counts), len(self.runs)])
+        most = {"max_q": max(self.rows), "max_k": max(self.keys)}
+        return {"cu_seq_q": starts, "cu_seq_k": keys, "seqused_k": used, **most}
 
 
 class VarlenAttention(ScatteredAttention):
@@ -281,7 +278,7 @@ def error_of(
 ) -> float:  # fmt: skip
     """How far a small call of `function` is from `varlen_plain` in float32, relative, of every vector by its length."""
     plan = RunPlan(((3, 4), (9, 139), (139, 142), (200, 216), (330, 331)))
-    rows, total = sum(end - start for start, end in plan.runs), plan.most_keys + 7
+    rows, total = sum(plan.rows), max(plan.keys) + 7
     draw = torch.Generator().manual_seed(0)
     tensors = [
         # behind the last key lies what must not be read
@@ -289,7 +286,7 @@ def error_of(
         for shape in ((rows, heads), (total, shared), (total, shared))
     ]
     for tensor in tensors[1:]:
-        tensor[plan.most_keys :] = torch.nan
+        tensor[max(plan.keys) :] = torch.nan
     given = {**plan.arguments(device), "scale": width**-0.5, "window_size": (49 if windowed else -1, 0)}
     query, keys, values = (tensor.float() for tensor in tensors)
     with torch.inference_mode():

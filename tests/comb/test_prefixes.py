@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from comb import PICEngine, methods
-from comb.linking.cache import RoomyLayer, plain_layer
+from comb.linking.cache import RoomyLayer
 from comb.methods import prefix
 from comb.methods.base import LinkRequest
 from comb.methods.decode_state import DecodeState
@@ -241,7 +241,7 @@ def test_memory_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_cached_head_follows_a_layer_to_its_device() -> None:
     """A model's later layers may lie on another device than its embeddings, and so than the cached head."""
     kept = torch.ones(1, 2, 5, 4)
-    layer, new = RoomyLayer.of(plain_layer(kept, kept), 9), torch.empty(1, 2, 3, 4, device="meta")
+    layer, new = RoomyLayer.of(kept, kept, 9), torch.empty(1, 2, 3, 4, device="meta")
     for length in (8, 11):
         assert {(tensor.device.type, tensor.shape[2]) for tensor in layer.update(new, new)} == {("meta", length)}
     assert kept.device.type == "cpu"

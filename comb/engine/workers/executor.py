@@ -169,19 +169,12 @@ class CompileRequest:
             self.lost.append(index)
             return False
         self.decode_s += time.perf_counter() - start
-        self._keep(worker, index, picache, reply.seconds)
+        self.keep(worker, index, picache, reply.seconds)
         self.counts["by_workers"] += 1
         return True
 
-    def compile_one(self) -> None:
-        """Compiles one of the lost segments here. Raises what ``method.compile`` raises."""
-        index = self.lost.pop()
-        start = time.perf_counter()
-        (picache,) = self.method.compile([self.segments[index]])
-        self._keep(-1, index, picache, time.perf_counter() - start)
-        self.counts["locally"] += 1
-
-    def _keep(self, worker: int, index: int, picache: PICache, seconds: float) -> None:
+    def keep(self, worker: int, index: int, picache: PICache, seconds: float) -> None:
+        """Takes a segment's PICache, which `worker` has made in so many seconds."""
         self.picaches[index] = picache
         self.segment_s[index] = seconds
         self.busy_s[worker] += seconds
@@ -307,8 +300,11 @@ class CompileExecutor:
                     self._send(index, own, request)
                 while len(request.picaches) < len(unique):
                     self._listen(request)
-                    if request.lost:
-                        request.compile_one()
+                    if request.lost:  # one at a time: workers' answers are looked at in between
+                        index, began = request.lost.pop(), time.perf_counter()
+                        (picache,) = method.compile([unique[index]])
+                        request.keep(-1, index, picache, time.perf_counter() - began)
+                        self._counts["locally"] += 1
             finally:
                 for future in request.sent:  # nobody wants what is left of a request that fails
                     future.cancel()
