@@ -92,6 +92,8 @@ class CombConfig(AdapterConfig):
         cross_attention_layers: indices of the backbone layers that have a cross block in front of them.
         cross_encoder_layers: for each cross block, the encoder layer whose output it reads.
         embedding_scale: factor between the embedding table's output and the first layer's input.
+        exact_prefix: what stands in front of the documents (a system prompt, examples) reads none of them, so that it
+            is computed once for all of them, as any prefix is. The COMB release reads from the first token on.
     """
 
     model_type = "comb"
@@ -107,6 +109,7 @@ class CombConfig(AdapterConfig):
     cross_attention_layers: list[int] | None = None
     cross_encoder_layers: list[int] | None = None
     embedding_scale: float | int = 1.0
+    exact_prefix: bool = False
     format_version: int = FORMAT_VERSION
 
     def __post_init__(self, **kwargs: Any) -> None:

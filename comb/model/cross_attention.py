@@ -27,10 +27,13 @@ class LinkedDocuments:
     Args:
         rows: for each row of the batch its documents' keys and values; a row may have none.
         implementation: the attention implementation the blocks will use.
+        reading: which tokens of the prompt read them; None for all of them. [rows, tokens]
     """
 
-    def __init__(self, rows: Sequence[Sequence[KeyValues]], implementation: str | None) -> None:
-        self.num_rows = len(rows)
+    def __init__(
+        self, rows: Sequence[Sequence[KeyValues]], implementation: str | None, reading: Tensor | None = None
+    ) -> None:
+        self.num_rows, self.reading = len(rows), reading
         self.with_documents = [index for index, documents in enumerate(rows) if documents]
         self.implementation = implementation
         self.was_read = False
@@ -75,6 +78,21 @@ class LinkedDocuments:
             rows = [row * repeats + copy for row in self.with_documents for copy in range(repeats)]
             self._expanded[batch] = on_device(torch.tensor(rows), self.device)
         return self._expanded[batch]
+
+    def readers(self, hidden: Tensor) -> Tensor | None:
+        """Which tokens of a batch of hidden states read documents; None for all. [batch, tokens, 1] bool
+
+        Raises ValueError for a part of the prompt, which doesn't say which.
+        """
+        if self.reading is None or hidden.shape[1] == 1 != self.reading.shape[1]:  # an answer goes on by one token
+            return None
+        if hidden.shape[1] != self.reading.shape[1]:
+            raise ValueError(
+                f"a prompt of {self.reading.shape[1]} tokens with prefix_tokens is taken whole, not {hidden.shape[1]} "
+                "tokens of it: leave prefill_chunk_size and the like out"
+            )
+        readers = self.reading.repeat_interleave(hidden.shape[0] // self.num_rows, 0)
+        return readers[..., None].to(hidden.device)
 
     def attention_inputs(self, layer: int, query: Tensor) -> tuple[Tensor, Tensor, Tensor, dict[str, Any]]:
         """Query, keys, values and mask arguments of cross layer `layer` for `attend`.
@@ -176,14 +194,18 @@ class CrossBlock(nn.Module):
         return [self.attention_gate, self.mlp_gate]
 
     def forward(self, hidden: Tensor, documents: LinkedDocuments) -> Tensor:
-        """[batch, tokens, hidden] -> the same; rows without documents come back untouched, bit for bit."""
+        """[batch, tokens, hidden] -> the same; rows without documents and tokens that read none come back untouched,
+        bit for bit."""
         if not documents.with_documents:
             return hidden
         rows = documents.rows_of(hidden.shape[0])
         if rows is None:
-            return self._mix(hidden, documents)
-        rows = rows.to(hidden.device)
-        return hidden.index_copy(0, rows, self._mix(hidden.index_select(0, rows), documents))
+            mixed = self._mix(hidden, documents)
+        else:
+            rows = rows.to(hidden.device)
+            mixed = hidden.index_copy(0, rows, self._mix(hidden.index_select(0, rows), documents))
+        readers = documents.readers(hidden)
+        return mixed if readers is None else torch.where(readers, mixed, hidden)
 
     def _mix(self, hidden: Tensor, documents: LinkedDocuments) -> Tensor:
         # the block may be kept in higher precision than a bf16 backbone

@@ -94,6 +94,7 @@ class CombForCausalLM(AdapterModel, GenerationMixin):
         num_encoder_layers: int | None = None,
         cross_attention_layers: Sequence[int] | None = None,
         encoder_causal: bool = False,
+        exact_prefix: bool = True,
         max_document_tokens: int | None = None,
         initialization: str = "backbone",
         gate: float = 0.0,
@@ -112,6 +113,7 @@ class CombForCausalLM(AdapterModel, GenerationMixin):
             cross_attention_layers: backbone layers with a cross block in front of them; by default as many as the
                 encoder has layers, evenly spaced.
             encoder_causal: a causal mask inside the encoder instead of a bidirectional one.
+            exact_prefix: tokens in front of the documents read none of them (`CombConfig`).
             max_document_tokens: longest document; the backbone's context length by default.
             initialization: ``backbone`` starts encoder and blocks from the backbone's layers, evenly spaced ones;
                 ``first`` from its first ones, and each block reads the encoder layer as deep as its own, or the last: a
@@ -153,6 +155,7 @@ class CombForCausalLM(AdapterModel, GenerationMixin):
                 [max(0, min(layer, num_encoder_layers) - 1) for layer in layers] if initialization == "first" else None
             ),
             embedding_scale=info.embedding_scale,
+            exact_prefix=exact_prefix,
         )
         # where it will be: a CPU draws the 3.5 B parameters of an 8B model's adapter for minutes
         with device_of(backbone.get_input_embeddings()):
@@ -241,11 +244,12 @@ class CombForCausalLM(AdapterModel, GenerationMixin):
     # --- link ----------------------------------------------------------------------------------------------
 
     @contextmanager
-    def linked(self, documents: Documents | None) -> Iterator[LinkedDocuments | None]:
+    def linked(self, documents: Documents | None, reading: Tensor | None = None) -> Iterator[LinkedDocuments | None]:
         """Links documents to the rows of the batches that this thread runs inside the ``with`` block.
 
         Args:
             documents: one list per row, of PICaches or (to train through the encoder) token ids.
+            reading: which tokens of a prompt read them; None for all. Tokens that follow one by one do. [rows, tokens]
 
         Raises:
             ValueError: if the encoder is disabled, or a PICache was made by other weights.
@@ -268,7 +272,7 @@ class CombForCausalLM(AdapterModel, GenerationMixin):
                     key_values[-1].append((item.keys.to(device), item.values.to(device)))
                 else:
                     key_values[-1].append(next(encoded))
-        link = LinkedDocuments(key_values, self.config._attn_implementation)
+        link = LinkedDocuments(key_values, self.config._attn_implementation, reading)
         with _Attached(self, link):
             yield link
 
@@ -299,6 +303,7 @@ class CombForCausalLM(AdapterModel, GenerationMixin):
         attention_mask: Tensor | None = None,
         *,
         documents: Documents | None = None,
+        prefix_tokens: Sequence[int] | None = None,
         labels: Tensor | None = None,
         states: Sequence[Tensor] | None = None,
         **kwargs: Any,
@@ -308,6 +313,7 @@ class CombForCausalLM(AdapterModel, GenerationMixin):
         Args:
             input_ids: the queries (no document text). [rows, tokens]
             documents: one list per row, of any length; None when no row has documents.
+            prefix_tokens: per row, how many of its first tokens read none (`CombConfig.exact_prefix`); None is none.
             labels, kwargs: as for the backbone.
             states: hidden states in front of the layers with cross blocks, each [rows, tokens, hidden]; in place of
                 the backbone the blocks alone are run, each on its own.
@@ -315,8 +321,9 @@ class CombForCausalLM(AdapterModel, GenerationMixin):
         Returns:
             the backbone's output; of `states`, what each block adds to them.
         """
-        check_rows(documents, input_ids, kwargs.get("inputs_embeds"), *(states or ())[:1])
-        with self.linked(documents) as link:
+        given = (input_ids, kwargs.get("inputs_embeds"), *(states or ())[:1])
+        check_rows(documents, *given)
+        with self.linked(documents, _reading(prefix_tokens, attention_mask, *given)) as link:
             if states is not None:
                 return [block(x, link) - x for block, x in zip(self.cross_blocks, states, strict=True)]
             output = self.backbone(input_ids=input_ids, attention_mask=attention_mask, labels=labels, **kwargs)
@@ -330,15 +337,17 @@ class CombForCausalLM(AdapterModel, GenerationMixin):
         inputs: Tensor | None = None,
         *,
         documents: Documents | None = None,
+        prefix_tokens: Sequence[int] | None = None,
         **kwargs: Any,
     ) -> Any:
         """`GenerationMixin.generate` of the backbone, with documents linked to the rows of the prompt.
 
         Takes everything that transformers' `generate` takes (sampling, beams, streamers, batches padded on the
-        left with an attention mask).
+        left with an attention mask). `prefix_tokens` is `forward`'s; not with a prompt that is taken in chunks.
         """
-        check_rows(documents, inputs, kwargs.get("input_ids"), kwargs.get("inputs_embeds"))
-        with self.linked(documents) as link:
+        given = (inputs, kwargs.get("input_ids"), kwargs.get("inputs_embeds"))
+        check_rows(documents, *given)
+        with self.linked(documents, _reading(prefix_tokens, kwargs.get("attention_mask"), *given)) as link:
             if link is not None:
                 given = kwargs.get("stopping_criteria") or ()
                 kwargs["stopping_criteria"] = StoppingCriteriaList([*given, _ReadAtEveryStep(link)])
@@ -433,6 +442,22 @@ def check_rows(documents: Documents | None, *inputs: Tensor | None) -> None:
             f"documents has {len(documents)} lists for {given.shape[0]} rows of input_ids: "
             "give one list (possibly empty) per row"
         )
+
+
+def _reading(prefix_tokens: Sequence[int] | None, mask: Tensor | None, *inputs: Tensor | None) -> Tensor | None:
+    """True where a prompt's tokens read documents, behind its prefix; padding on either side. [rows, tokens]"""
+    given = next((tensor for tensor in inputs if tensor is not None), None)
+    if given is None or prefix_tokens is None or not any(prefix_tokens):
+        return None
+    rows, tokens = given.shape[:2]
+    own = torch.ones(rows, tokens, dtype=torch.long, device=given.device) if mask is None else mask[:, -tokens:]
+    first = torch.tensor(prefix_tokens, device=own.device)
+    if first.shape != (rows,) or bool((first < 0).any()) or bool((first >= own.sum(-1)).any()):
+        raise ValueError(
+            f"prefix_tokens {list(prefix_tokens)}: one number for each of {rows} rows, less than the row has tokens "
+            f"({own.sum(-1).tolist()}), as what asks about documents stands behind the prefix"
+        )
+    return own.cumsum(-1) > first[:, None]
 
 
 def token_ids_of(segment: Segment) -> tuple[int, ...]:

@@ -235,24 +235,53 @@ def test_prefix_refuses_what_it_cannot_store() -> None:
 # ---- comb ----
 
 
-def test_comb_is_the_model_with_documents(comb_model: CombForCausalLM) -> None:
+@pytest.mark.parametrize("exact", [True, False], ids=["exact prefix", "as the release reads"])
+def test_comb_is_the_model_with_documents(
+    comb_model: CombForCausalLM, monkeypatch: pytest.MonkeyPatch, exact: bool
+) -> None:
+    monkeypatch.setattr(comb_model.config, "exact_prefix", exact)
     comb = methods.create("comb", comb_model)
     picaches = comb.compile(DOCUMENTS)
     assert all(isinstance(picache, CrossPICache) for picache in picaches)
-    prompt = torch.tensor([HEAD + QUERY])
+    prompt, reads = torch.tensor([HEAD + QUERY]), {"documents": [picaches], "prefix_tokens": [len(HEAD) * exact]}
     with torch.no_grad():
-        expected = comb_model(prompt, documents=[picaches]).logits[:, -1]
+        expected = comb_model(prompt, **reads).logits[:, -1]
         without = comb_model(prompt).logits[:, -1]
+        otherwise = comb_model(prompt, documents=[picaches], prefix_tokens=[len(HEAD) * (not exact)]).logits[:, -1]
     state = comb.link(picaches, QUERY, head_ids=HEAD)
     torch.testing.assert_close(state.logits, expected, atol=1e-5, rtol=1e-5)
     assert not torch.allclose(state.logits, without, atol=1e-2)
-    tokens = comb_model.generate(prompt, documents=[picaches], max_new_tokens=8, do_sample=False)
+    assert not torch.allclose(state.logits, otherwise, atol=1e-3)
+    tokens = comb_model.generate(prompt, **reads, max_new_tokens=8, do_sample=False)
     assert torch.equal(state.generate(max_new_tokens=8, do_sample=False), tokens)
     assert state.recomputed_tokens == 0
     # the order of documents does not matter, a missing one does
     reordered = comb.link(picaches[::-1], QUERY, head_ids=HEAD).logits
     torch.testing.assert_close(reordered, expected, atol=1e-4, rtol=1e-4)
     assert not torch.allclose(comb.link(picaches[:2], QUERY, head_ids=HEAD).logits, expected, atol=1e-3)
+
+
+def test_an_exact_prefix_is_cached_and_rows_of_a_batch_have_their_own(comb_model: CombForCausalLM) -> None:
+    comb = methods.create("comb", comb_model)
+    prefixes_of(comb.backbone).clear()  # other tests' too
+    picaches, answer = comb.compile(DOCUMENTS), [41, 42, 43]
+    cold, warm = (comb.link(picaches, QUERY, head_ids=HEAD) for _ in range(2))
+    assert (cold.head_tokens, warm.head_tokens, warm.computed) == (0, len(HEAD), (len(QUERY),))
+    torch.testing.assert_close(warm.answer_logits(answer), cold.answer_logits(answer))
+    rows = [LinkRequest(picaches, QUERY, HEAD), LinkRequest(picaches[:1], QUERY[1:], HEAD[:1]), LinkRequest([], QUERY)]
+    alone = [comb.link_batch([row]) for row in rows]
+    batch = comb.link_batch(rows)
+    assert batch.prefix_tokens == [len(HEAD), 1, 0]
+    torch.testing.assert_close(batch.logits, torch.cat([each.logits for each in alone]), atol=1e-4, rtol=1e-4)
+    copies = {"num_beams": 2, "num_return_sequences": 2, "max_new_tokens": 4, "do_sample": False}
+    found = batch.generate(**copies)[:, -4:]
+    assert torch.equal(found, torch.cat([each.generate(**copies)[:, -4:] for each in alone]))
+    # a prompt that ends where its documents begin asks with its last token
+    torch.testing.assert_close(
+        comb.link(picaches, [], head_ids=HEAD).logits, comb.link(picaches, HEAD[-1:], head_ids=HEAD[:-1]).logits
+    )
+    with pytest.raises(ValueError, match="less than the row has tokens"):
+        comb_model(torch.tensor([HEAD]), documents=[picaches], prefix_tokens=[len(HEAD)])
 
 
 def test_comb_refuses_nan_and_other_adapters() -> None:

@@ -107,21 +107,24 @@ class Served:
         self.cached += [output.num_cached_tokens for output in outputs]
         return [answer(output) for output in outputs]
 
-    def reference(self, prompt: list[int], names: str, tokens: int = 8) -> Any:
-        """The library's own answer."""
-        return reference(self.model, prompt, [self.documents[name] for name in names], tokens)[:2]
+    def reference(self, prompt: list[int], names: str, tokens: int = 8, prefix: int = 0) -> Any:
+        """The library's own answer; the prompt's first `prefix` tokens read no documents."""
+        return reference(self.model, prompt, [self.documents[name] for name in names], tokens, prefix)[:2]
 
     def apart(self, answer: Any, prompt: list[int], names: str) -> float:
         """How far an answer is from the library's (`apart`)."""
         return apart(answer, reference(self.model, prompt, [self.documents[name] for name in names], len(answer[0]))[2])
 
 
-def reference(model: CombForCausalLM, prompt: list[int], documents: list[list[int]], tokens: int) -> Any:
+def reference(
+    model: CombForCausalLM, prompt: list[int], documents: list[list[int]], tokens: int, prefix: int = 0
+) -> Any:
     """The library's greedy answer: token ids, their log-probabilities, and those of all tokens at each step."""
     given = torch.tensor([prompt])
     found = model.generate(
         given, attention_mask=torch.ones_like(given), documents=[documents] if documents else None, pad_token_id=0,
-        max_new_tokens=tokens, do_sample=False, eos_token_id=[], output_logits=True, return_dict_in_generate=True,
+        prefix_tokens=[prefix], max_new_tokens=tokens, do_sample=False, eos_token_id=[], output_logits=True,
+        return_dict_in_generate=True,
     )  # fmt: skip
     ids = found.sequences[0, len(prompt) :].tolist()
     logs = [logits[0].float().log_softmax(-1) for logits in found.logits]

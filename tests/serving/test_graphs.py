@@ -265,7 +265,7 @@ def test_graphs_are_captured_in_vllms_own_passes_and_write_nothing_there(nano: S
     documents.begin_without()
     with torch.inference_mode(), set_forward_context(None, replaying._comb_vllm_config):
         block.mix_(hidden, residual)
-        documents.begin([], [0])  # a real step without documents
+        documents.begin([], [0], [])  # a real step without documents
         block.mix_(hidden, residual)
     assert Replayed.replays == 2
     assert torch.equal(hidden, before[0])

@@ -102,6 +102,25 @@ def test_prefixes_are_shared_by_requests_with_the_same_documents_alone(nano: Ser
         same(stale, references[3, other])
 
 
+@pytest.mark.parametrize("prefix", [3, 32, 66])
+def test_a_prefix_that_reads_no_documents_is_shared_whatever_they_are(
+    nano: Served, references: Any, prefix: int
+) -> None:
+    """In steps of 32 tokens, some of which begin in front of the documents, and in blocks of 32."""
+    prompt, whole = PROMPTS[3], prefix // 32 * 32
+    stated = {"prefixes": (prefix,), "prefix_salt": ""}
+    for names, cached in (("A", 0), ("A", 64), ("C", whole), ("CAB", whole)):
+        same(nano.ask([(prompt, names)], **stated)[0], expected := nano.reference(prompt, names, prefix=prefix))
+        assert nano.cached[-1] == cached
+        with pytest.raises(AssertionError):
+            same(expected, references[3, names])
+    same(nano.ask([(prompt, "")])[0], references[3, ""])  # a prompt without documents begins alike
+    assert nano.cached[-1] == whole
+    nano.ask([(prompt, "A")], prefixes=(prefix,), prefix_salt="another tenant's")
+    nano.ask([(prompt, "B")], prefixes=(prefix,), prefix_salt="another tenant's", salt=f"{MARK}theirs")
+    assert nano.cached[-2:] == [64 if prefix < 32 else 0, whole]
+
+
 def test_a_request_that_was_turned_out_comes_back_to_its_documents(nano: Served) -> None:
     asked = [(PROMPTS[3], names) for names in (*SETS, "A", "AB", "", "C")]
     before = preemptions(nano)

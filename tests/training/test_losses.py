@@ -13,7 +13,7 @@ from safetensors.torch import load_file
 from torch.nn.functional import kl_div
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from comb import CombForCausalLM, Prompt
+from comb import CombForCausalLM, Prompt, methods
 from comb_training.config import Config, TrainConfig
 from comb_training.data.batches import IGNORED, Collator, TrainingExample
 from comb_training.models.comb import add_lora, lora_layers, unload
@@ -53,6 +53,25 @@ def test_the_divergence_over_all_classes_is_the_plain_one() -> None:
         previous = found
     same = divergence(rows, Teacher.of(student, labels, 5))
     torch.testing.assert_close(same, torch.zeros_like(same), rtol=0, atol=1e-5)
+
+
+@pytest.mark.parametrize("exact", [True, False])
+def test_a_row_is_trained_as_it_is_linked(exact: bool, tmp_path: Path) -> None:
+    """Its prefix reads documents in both, or in neither."""
+    model, rows = comb_model(gate=0.9).eval(), examples()[2:6]
+    model.config.exact_prefix = exact
+    batch = trainer(model, tmp_path, steps=1, batch_size=4).collate(rows)
+    labels = batch.pop("labels")
+    linking = methods.create("comb", model)
+    with torch.no_grad():
+        logits, readers = model(**batch).logits, {"prefix_tokens": None if exact else [1] * len(rows)}
+        otherwise = model(**{**batch, **readers}).logits
+    for row, example in enumerate(rows):
+        wanted = (labels[row, 1:] != IGNORED).nonzero()[:, 0]
+        state = linking.link(linking.compile(example.segments), example.prompt.tail, head_ids=example.prompt.head)
+        linked = state.answer_logits(example.target)
+        torch.testing.assert_close(linked, logits[row, wanted], rtol=1e-4, atol=1e-4)
+        assert (linked - otherwise[row, wanted]).abs().max() > 1e-3
 
 
 def test_the_divergence_is_added_with_its_weight() -> None:

@@ -99,13 +99,14 @@ class RunnerRows:
             return
         self.follow()
         batch = self.runner.input_batch
-        self.documents.begin(batch.req_ids, self.runner.query_start_loc.np)
+        self.documents.begin(batch.req_ids, self.runner.query_start_loc.np, batch.num_computed_tokens_cpu)
 
     def follow(self) -> bool:
         """Looks up the documents of the requests that are scheduled; whether there are any."""
         names = self.runner.input_batch.req_ids
         for name in names:
-            self.documents.add(name, token_of(self.runner.requests[name]))
+            request = self.runner.requests[name]
+            self.documents.add(name, token_of(request), request.prompt_token_ids)
         self.documents.keep(names)
         return self.documents.known
 
@@ -174,7 +175,7 @@ def with_documents(base: Any) -> type:
 
         def add_request(self, req_index: int, new_req_data: Any) -> None:
             super().add_request(req_index, new_req_data)
-            self.documents.add(new_req_data.req_id, token_of(new_req_data))
+            self.documents.add(new_req_data.req_id, token_of(new_req_data), new_req_data.prompt_token_ids)
 
         def remove_request(self, req_id: str) -> None:
             super().remove_request(req_id)
@@ -182,7 +183,9 @@ def with_documents(base: Any) -> type:
 
         def prepare_inputs(self, input_batch: Any, req_states: Any) -> dict[str, Any]:
             # runs of vLLM's own come here too, with made-up ids that no request has
-            self.documents.begin(input_batch.req_ids, input_batch.query_start_loc_np)
+            self.documents.begin(
+                input_batch.req_ids, input_batch.query_start_loc_np, input_batch.num_computed_tokens_np
+            )
             inputs: dict[str, Any] = super().prepare_inputs(input_batch, req_states)
             return inputs
 

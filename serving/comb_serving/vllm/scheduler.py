@@ -66,8 +66,26 @@ class CheckedScheduler(SchedulerClass):
         super().add_request(request)
 
     def admit(self, request: Any) -> None:
-        """Raises ValueError for a request that is to be refused."""
+        """Has the prefix of a request with documents, which reads none, found whatever they are.
+
+        Raises ValueError for a request that is to be refused.
+        """
         check_request(request)
+        token = token_of(request)
+        capability = None if token is None else capability_of(token)
+        prefix = 0 if capability is None else capability.prefix_of(request.prompt_token_ids)
+        if capability is None or prefix < self.hash_block_size:
+            return
+        salt, of_prefix = ("cache_salt", request.cache_salt), ("cache_salt", capability.prefix_salt)
+
+        def extra(plain: tuple[Any, ...], start: int, end: int) -> tuple[Any, ...]:
+            keys = tuple(key for key in plain if key != salt)
+            if not start and capability.prefix_salt:
+                keys = (*keys, of_prefix)
+            # each block's hash goes on from the one in front of it: one block says whose documents all that follow read
+            return (*keys, salt) if start <= prefix < end else keys
+
+        self.rehash(request, extra)
 
     def rehash(self, request: Any, extra: Callable[[tuple[Any, ...], int, int], tuple[Any, ...]]) -> None:
         """Has a request's blocks known by other hashes.
