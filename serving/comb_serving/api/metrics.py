@@ -65,7 +65,7 @@ class CombCollector:
         yield _labelled(GaugeMetricFamily, "requests_waiting", "requests waiting for documents", ["reason"], waiting)
         blocks = {(state,): count for state, count in manager.blocks_by_state().items()}
         yield _labelled(GaugeMetricFamily, "pool_blocks", "blocks of the pool, per rank", ["state"], blocks)
-        tenants = {}
+        tenants = dict[tuple[str, str], int]()
         for tenant in sorted({*manager.owners.copy().values()}):
             held, pinned = manager.blocks_of(tenant)
             tenants |= {(tenant[:8], "held"): held, (tenant[:8], "pinned"): pinned}

@@ -159,10 +159,10 @@ class Preprocessor:
                 written = await self.tokenize([document for document, _ in read], tenant, linked)
                 kept = {segment.id: ttl for segment, (_, ttl) in zip(written, read, strict=True) if ttl is not None}
                 inside = {segment.id: segment for segment in written}
-                ids = iter([segment.id for segment in written])
+                left = iter([segment.id for segment in written])
 
                 def name(part: dict[str, Any]) -> dict[str, Any]:
-                    return {"type": "document", "id": next(ids)} if "source" in part else part
+                    return {"type": "document", "id": next(left)} if "source" in part else part
 
                 body = conversation.with_documents(path, body, name)
             named = fields.references_of(conversation.turns(path, body))
