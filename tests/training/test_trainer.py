@@ -72,7 +72,7 @@ def test_a_mean_of_batch_means_would_not_pass(tmp_path: Path) -> None:
     order = [index for batch in trainer(model, tmp_path, rows).sampler.batches(0) for index in batch]
 
     def mean_loss(indices: list[int]) -> float:
-        batch = Collator(0)([rows[index] for index in indices])
+        batch = Collator(0, exact_prefix=model.config.exact_prefix)([rows[index] for index in indices])
         labels = batch.pop("labels")
         with torch.no_grad():
             return float(target_loss(model(**batch), labels))
@@ -208,7 +208,7 @@ def test_the_held_out_loss_is_the_mean_over_its_target_tokens(tmp_path: Path) ->
     logged = run.logged("eval_loss")
     assert [step for step, _ in logged] == [0, 2, 4]
     assert len({loss for _, loss in logged}) == 3
-    batch = Collator(0)(rows)
+    batch = Collator(0, exact_prefix=True)(rows)
     labels = batch.pop("labels")
     with torch.no_grad():
         assert logged[-1][1] == pytest.approx(float(target_loss(run.model.eval()(**batch), labels)), rel=1e-5)
