@@ -55,28 +55,20 @@ ATTENTION = "what documents add: share missed, 1 - R2"
 
 @dataclass
 class TrainResult:
-    """What a run gave.
-
-    Args:
-        model: as it was trained; None when it is sharded (ZeRO-3) or this process isn't the first: load `output_dir`.
-        record: what training.json holds. Of its values ``losses`` and ``heldout_losses`` are (step, mean loss per
-            target token), as `train.eval_steps` asked for them; ``seconds`` is of optimisation, ``answer_seconds`` of
-            answering before.
-        counts, statistics: what happened to the data's rows, and how long the examples trained on are.
-        teacher: how the backbone's own answers score against the data's; None when trained on gold answers.
-        terminated: the signal that ended the run before its time, SIGTERM or SIGINT, or "".
-        checkpoint: where it is to go on then. It is an adapter, too, with its own training.json.
-    """
+    """What a run gave."""
 
     output_dir: Path
-    model: Any
+    model: Any  # as it was trained; None when it is sharded (ZeRO-3) or this process isn't the first: load `output_dir`
     tokenizer: Any
+    # what training.json holds. Of its values ``losses`` and ``heldout_losses`` are (step, mean loss per target
+    # token), as `train.eval_steps` asked for them; ``seconds`` is of optimisation, ``answer_seconds`` of answering
+    # before
     record: dict[str, Any]
-    counts: Counts
-    statistics: TokenStatistics
-    teacher: Scores | None
-    terminated: str
-    checkpoint: Path | None = None
+    counts: Counts  # what happened to the data's rows
+    statistics: TokenStatistics  # how long the examples trained on are
+    teacher: Scores | None  # how the backbone's own answers score against the data's; None when trained on gold answers
+    terminated: str  # the signal that ended the run before its time, SIGTERM or SIGINT, or ""
+    checkpoint: Path | None = None  # where it is to go on then. It is an adapter, too, with its own training.json
 
 
 def run_training(

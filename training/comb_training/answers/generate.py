@@ -57,52 +57,36 @@ class AnsweringEngine(Protocol):
 
 @dataclass(frozen=True)
 class Share:
-    """Which part of the questions this process answers: number `rank` of `ranks`, by sets of documents.
-
-    Args:
-        wait: for the answers of the other ranks, which write to the same folder.
-    """
+    """Which part of the questions this process answers: number `rank` of `ranks`, by sets of documents."""
 
     rank: int = 0
     ranks: int = 1
-    wait: bool = True
+    wait: bool = True  # for the answers of the other ranks, which write to the same folder
 
 
 @dataclass
 class Answered:
-    """Answers in the order of the examples; None for dropped ones, and for those of ranks that weren't waited for.
-
-    Args:
-        found: answers that were on disk before.
-        generated: by this process, in `seconds` (starting the engine comes on top).
-        engine: its name and version; None when it wasn't needed.
-    """
+    """Answers in the order of the examples; None for dropped ones, and for those of ranks that weren't waited for."""
 
     answers: list[StoredAnswer | None]
     settings: AnswerSettings
-    found: int = 0
-    generated: int = 0
+    found: int = 0  # answers that were on disk before
+    generated: int = 0  # by this process, in `seconds` (starting the engine comes on top)
     seconds: float = 0.0
-    engine: str | None = None
+    engine: str | None = None  # its name and version; None when it wasn't needed
 
 
 @dataclass(frozen=True)
 class Targets:
-    """Examples with their answers as targets.
+    """Examples with their answers as targets."""
 
-    Args:
-        examples: without those whose prompt was too long (counted in the run's counts), and without those whose
-            answer another rank has not given yet, where ranks aren't waited for (`pending` of them).
-        texts: of the answers, one per example.
-        scores: the answers against the data's own; None when there is none yet.
-        folder: where the answers are kept.
-    """
-
+    # without those whose prompt was too long (counted in the run's counts), and without those whose answer another
+    # rank has not given yet, where ranks aren't waited for (`pending` of them)
     examples: list[TrainingExample]
-    texts: list[str]
-    scores: Scores | None
+    texts: list[str]  # of the answers, one per example
+    scores: Scores | None  # the answers against the data's own; None when there is none yet
     answered: Answered
-    folder: Path
+    folder: Path  # where the answers are kept
     share: Share
     pending: int
 

@@ -37,15 +37,10 @@ class StoredAnswer:
 
 @dataclass(frozen=True)
 class AnswerSettings:
-    """What a greedy answer depends on, beside its prompt.
+    """What a greedy answer depends on, beside its prompt."""
 
-    Args:
-        model: its name, for people; `weights` tells models apart.
-        weights: a name made from all weights (`weights_name`), their dtype included.
-    """
-
-    model: str
-    weights: str
+    model: str  # its name, for people; `weights` tells models apart
+    weights: str  # a name made from all weights (`weights_name`), their dtype included
     dtype: str
     max_new_tokens: int
     stop_token_ids: tuple[int, ...]

@@ -38,20 +38,14 @@ def set_name(id: str | None) -> str:
 
 @dataclass(frozen=True)
 class Source:
-    """One set, and how its rows are read and written.
+    """One set, and how its rows are read and written."""
 
-    Args:
-        name: of a set of a mixture; None for data that is no mixture.
-        options: of the reader; without split and limit.
-        limit: different examples at most, on the train side of a mixture.
-    """
-
-    name: str | None
+    name: str | None  # of a set of a mixture; None for data that is no mixture
     dataset: str
     path: str | None
-    options: Mapping[str, Any]
+    options: Mapping[str, Any]  # of the reader; without split and limit
     weight: float | None = None
-    limit: int | None = None
+    limit: int | None = None  # different examples at most, on the train side of a mixture
     query_template: str = "{query}"
 
     def read(self, split: str, limit: int | None = None, others: Iterable[Source] = ()) -> tuple[list[Example], Counts]:

@@ -27,19 +27,14 @@ RowReader = Callable[..., Example | str]
 
 @dataclass
 class DatasetSide:
-    """One side of a dataset, from where it is read, and the account of what happens to its rows.
-
-    Args:
-        limit: examples at most, drawn with the seed.
-        heldout_share: of the groups.
-    """
+    """One side of a dataset, from where it is read, and the account of what happens to its rows."""
 
     name: str
     path: str | Path
     split: Split
     seed: int
-    limit: int | None
-    heldout_share: float
+    limit: int | None  # examples at most, drawn with the seed
+    heldout_share: float  # of the groups
     counts: Counts = field(default_factory=Counts)
 
     def groups(self, names: Iterable[str]) -> set[str]:

@@ -48,25 +48,19 @@ COLUMNS = {
 
 @dataclass
 class Plan:
-    """What a run would be.
-
-    Args:
-        memory: this run's way of sharding first, then others for comparison.
-        steps: optimizer steps at most.
-        size: of the largest batch: the data's, or else what the budgets allow.
-        notes: what is left out, and why.
-    """
+    """What a run would be."""
 
     config: Config
     ranks: int
     parameters: Parameters | None = None
+    # this run's way of sharding first, then others for comparison
     memory: list[GpuMemory] = field(default_factory=list)
     counts: Counts | None = None
     statistics: TokenStatistics | None = None
     sets: dict[str, TokenStatistics] = field(default_factory=dict)
-    steps: int | None = None
-    size: PassSize | None = None
-    notes: list[str] = field(default_factory=list)
+    steps: int | None = None  # optimizer steps at most
+    size: PassSize | None = None  # of the largest batch: the data's, or else what the budgets allow
+    notes: list[str] = field(default_factory=list)  # what is left out, and why
 
 
 def plan(config: Config, *, ranks: int | None = None) -> Plan:

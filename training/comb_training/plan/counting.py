@@ -31,13 +31,9 @@ PASSAGE_TOKENS = 137
 
 @dataclass(frozen=True)
 class Parameters:
-    """How many parameters a model has by part, and the bytes they are kept in.
+    """How many parameters a model has by part, and the bytes they are kept in."""
 
-    Args:
-        parts: name to (all, trained ones).
-    """
-
-    parts: dict[str, tuple[int, int]]
+    parts: dict[str, tuple[int, int]]  # name to (all, trained ones)
     frozen_bytes: int
     trained_bytes: int
 

@@ -24,23 +24,14 @@ OFFLOADED = {"device": "cpu"}
 
 @dataclass(frozen=True)
 class GpuMemory:
-    """Bytes per GPU at the largest moment of a step.
+    """Bytes per GPU at the largest moment of a step."""
 
-    Args:
-        way: of sharding, as people say it.
-        states: by what they are for, there all the time.
-        activations: during forward and backward; None where the size of a batch isn't known.
-        temporaries: of the optimizer, when activations are gone.
-        host: per rank in CPU memory.
-        start: the whole model on every GPU, before DeepSpeed shards it.
-    """
-
-    way: str
-    states: dict[str, int]
-    activations: int | None
-    temporaries: int
-    host: int
-    start: int
+    way: str  # of sharding, as people say it
+    states: dict[str, int]  # by what they are for, there all the time
+    activations: int | None  # during forward and backward; None where the size of a batch isn't known
+    temporaries: int  # of the optimizer, when activations are gone
+    host: int  # per rank in CPU memory
+    start: int  # the whole model on every GPU, before DeepSpeed shards it
 
     @property
     def total(self) -> int:
@@ -139,22 +130,15 @@ def _part(value: int, parts: int) -> int:
 
 @dataclass(frozen=True)
 class PassSize:
-    """Tokens of the largest forward pass of one rank.
+    """Tokens of the largest forward pass of one rank."""
 
-    Args:
-        documents: of different documents; 0 where they are in the rows (link tokens).
-        queries: rows times the longest one.
-        targets: tokens that count in the loss.
-        linked: rows times the tokens of the documents of one row, each of which reads its own copy; of link tokens,
-            rows times those in front of all documents of one.
-        rows: questions.
-    """
-
-    documents: int
-    queries: int
-    targets: int
+    documents: int  # of different documents; 0 where they are in the rows (link tokens)
+    queries: int  # rows times the longest one
+    targets: int  # tokens that count in the loss
+    # rows times the tokens of the documents of one row, each of which reads its own copy; of link tokens, rows times
+    # those in front of all documents of one
     linked: int
-    rows: int = 1
+    rows: int = 1  # questions
 
     @classmethod
     def of_budget(cls, config: TrainConfig) -> PassSize | None:

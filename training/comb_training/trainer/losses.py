@@ -129,17 +129,12 @@ def _targets(labels: Tensor) -> tuple[Tensor, Tensor]:
 
 @dataclass
 class AttentionTargets:
-    """Of one cross block, at the tokens that a target is predicted at, padded on the right. float32
+    """Of one cross block, at the tokens that a target is predicted at, padded on the right. float32"""
 
-    Args:
-        states: in front of its layer. [B, n, d]
-        added: what the layer's attention adds there for the documents: its output less that with them hidden. [B, n, d]
-        valid: what is no padding. [B, n]
-    """
-
-    states: Tensor
+    states: Tensor  # in front of its layer. [B, n, d]
+    # what the layer's attention adds there for the documents: its output less that with them hidden. [B, n, d]
     added: Tensor
-    valid: Tensor
+    valid: Tensor  # what is no padding. [B, n]
 
     def errors(self, found: Tensor) -> Tensor:
         """Squared distance of what a block adds [B, n, d], over the mean square of what is wanted. [targets]"""
