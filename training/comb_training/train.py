@@ -201,7 +201,7 @@ def evaluation_setting(model: Any, tokenizer: Any, config: Config) -> Setting:
 
 
 def evaluation_questions(model: Any, tokenizer: Any, config: Config, split: str = "heldout") -> Questions:
-    """One side of the configured data, as `evaluate_heldout` asks it. Raises ValueError if there is none, a method is
+    """One side of the configured data, as it is evaluated. Raises ValueError if there is none, a method is
     unknown or doesn't fit the model, or no prompt has room."""
     setting, longest = evaluation_setting(model, tokenizer, config), config.eval.max_new_tokens
     length = getattr(model, "max_document_tokens", None) or sys.maxsize

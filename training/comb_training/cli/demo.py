@@ -1,4 +1,4 @@
-"""`comb demo`: its options; `comb_training.cli.demonstration` and `comb_training.cli.demonstration` are what runs."""
+"""`comb demo`: its options; `comb_training.cli.demonstration` is what runs."""
 
 from __future__ import annotations
 
