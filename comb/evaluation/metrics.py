@@ -15,6 +15,7 @@ from dataclasses import dataclass, field
 from functools import wraps
 from statistics import fmean
 
+RESAMPLES = 2000  # of a bootstrap
 _ARTICLES = re.compile(r"\b(a|an|the)\b")
 _PUNCTUATION = str.maketrans("", "", string.punctuation)
 # \w without the underscore: rouge-score's [a-z0-9]+ on English text, and still words in other scripts
@@ -119,10 +120,8 @@ def score(predictions: Sequence[str], references: Sequence[Sequence[str]]) -> Sc
     return Scores(n=len(pairs), **{name: fmean(values) for name, values in each.items()}, intervals=intervals)
 
 
-def bootstrap(
-    values: Sequence[float], weights: Sequence[float] | None = None, *, share: float = 0.95, resamples: int = 2000
-) -> tuple[float, float]:
-    """Where the mean of `values` may lie: the percentile interval of means of resamples (Efron 1979).
+def bootstrap(values: Sequence[float], weights: Sequence[float] | None = None) -> tuple[float, float]:
+    """Where the mean of `values` may lie: the 95% percentile interval of means of resamples (Efron 1979).
 
     The resamples are the same for the same number of values, so that methods over the same questions are drawn alike;
     of differences between two methods it is the paired bootstrap. Where all values are equal it is a point.
@@ -133,12 +132,11 @@ def bootstrap(
     import numpy
 
     generator = numpy.random.default_rng(len(values))
-    data, weight = numpy.asarray(values, dtype=float), numpy.ones(len(values))
-    if weights is not None:
-        weight = numpy.asarray(weights, dtype=float)
-    drawn = generator.integers(len(data), size=(resamples, len(data)))
+    data = numpy.asarray(values, dtype=float)
+    weight = numpy.ones(len(values)) if weights is None else numpy.asarray(weights, dtype=float)
+    drawn = generator.integers(len(data), size=(RESAMPLES, len(data)))
     means = (data * weight)[drawn].sum(1) / weight[drawn].sum(1)
-    low, high = numpy.quantile(means, [(1 - share) / 2, (1 + share) / 2])
+    low, high = numpy.quantile(means, [(1 - 0.95) / 2, (1 + 0.95) / 2])
     return float(low), float(high)
 
 

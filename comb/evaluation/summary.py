@@ -67,17 +67,10 @@ TIMED = 8
 """Questions of which times to the first token are measured."""
 
 
-def compared(
-    setting: Setting,
-    examples: Sequence[Example],
-    specs: Sequence[str],
-    *,
-    rules: AnswerRules,
-    progress: bool = True,
-) -> list[Row]:
+def compared(setting: Setting, examples: Sequence[Example], specs: Sequence[str], *, rules: AnswerRules) -> list[Row]:
     """The rows of `summarize` for a comparison that nothing is kept of; in each also the method's ``predictions``."""
     journal = Journal(None, {})
-    refused = compare(setting, examples, specs, journal, rules=rules, progress=progress)
+    refused = compare(setting, examples, specs, journal, rules=rules)
     measure_times(setting, examples, [spec for spec in specs if spec not in refused], journal, TIMED)
     rows = summarize(journal.rows, examples, specs, refused)
     for row in rows:

@@ -51,7 +51,7 @@ class Stream:
     values: Tensor
 
 
-def make_stream(spec: StreamSpec, dtype: torch.dtype = torch.float32) -> Stream:
+def make_stream(spec: StreamSpec) -> Stream:
     """The same stream for the same specification. `width` must be a multiple of 8."""
     if spec.width % 8 or spec.heads % spec.kv_heads:
         raise ValueError(f"width must be a multiple of 8 and heads one of kv_heads, got {spec}")
@@ -79,8 +79,7 @@ def make_stream(spec: StreamSpec, dtype: torch.dtype = torch.float32) -> Stream:
         content = spec.content / (len(slow) ** 0.5 * size) * width**0.5
         keys[:, :, slow] = content * noise(spec.kv_heads, tokens, len(slow))
         queries[:, :, fast] = keys[:, :, fast] = (spec.recency * width**0.5 / len(fast)) ** 0.5
-    made = (queries, _rotate(queries), _rotate(keys), values)
-    return Stream(spec, *(tensor.to(dtype) for tensor in made))
+    return Stream(spec, *(tensor.float() for tensor in (queries, _rotate(queries), _rotate(keys), values)))
 
 
 def _rotate(tensor: Tensor) -> Tensor:

@@ -94,14 +94,14 @@ def test_bad_method_lists(text: str, message: str) -> None:
 
 def test_numbers_are_sorted_and_checked() -> None:
     assert integers("4, 2,2", "--lengths") == [2, 4]
-    assert numbers("100,0,12.5", "--depths", most=100) == [0.0, 12.5, 100.0]
+    assert numbers("100,0,12.5", "--depths", least=0) == [0.0, 12.5, 100.0]
     for text, message in (("a,1", "numbers from 1"), ("0", "numbers from 1"), ("1.5", "whole"), ("", "got ''")):
         with pytest.raises(ValueError, match=message):
             integers(text, "--lengths")
-    with pytest.raises(ValueError, match="from 0 to 100"):
-        numbers("101", "--depths", most=100)
+    with pytest.raises(ValueError, match=r"from 2 to 1e\+12"):
+        numbers("1.9", "--depths", least=2)
     with pytest.raises(ValueError, match="--rates"):
-        numbers("nan", "--rates")
+        numbers("nan", "--rates", least=0)
 
 
 # --- memory -------------------------------------------------------------------------------------------------------

@@ -65,12 +65,13 @@ def test_answers_agree_where_they_are_the_same() -> None:
     assert agreement(["a b", ""], ["a c", ""]) == ([0.0, 1.0], [0.5, 1.0])
 
 
-def test_bootstrap_intervals_hold_the_mean_as_often_as_they_say() -> None:
+def test_bootstrap_intervals_hold_the_mean_as_often_as_they_say(monkeypatch: pytest.MonkeyPatch) -> None:
     """Against the known truth: draws of a coin of 0.7, 200 questions each."""
+    monkeypatch.setattr("comb.evaluation.metrics.RESAMPLES", 400)
     generator = numpy.random.default_rng(0)
     held, widths = 0, []
     for _ in range(200):
-        low, high = bootstrap(list(map(float, generator.random(200) < 0.7)), resamples=400)
+        low, high = bootstrap(list(map(float, generator.random(200) < 0.7)))
         held += low <= 0.7 <= high
         widths.append(high - low)
     assert 0.90 <= held / 200 <= 0.99
