@@ -14,7 +14,7 @@ import queue
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -31,12 +31,12 @@ Result = TypeVar("Result")
 FILES = ("adapter_config.json", "adapter_model.safetensors", "adapter_model.bin", "adapter_model.pt")  # that vLLM reads
 
 
+@dataclass(eq=False)
 class Loras:
     """The LoRAs of an engine: vLLM's `LoRARequest`s by the name that requests have for them; `known` may grow."""
 
-    def __init__(self, known: dict[str, Any] | None = None) -> None:
-        self.known: dict[str, Any] = {} if known is None else known
-        self._digests: dict[str, tuple[Any, str]] = {}
+    known: dict[str, Any] = field(default_factory=dict)
+    _digests: dict[str, tuple[Any, str]] = field(default_factory=dict)
 
     def add(self, requests: Iterable[Any]) -> None:
         """Takes more of them."""

@@ -86,11 +86,14 @@ class LinkMethod:
             behind = "" if front == "none" else f",front={front}"
             return cls(f"{name}:{width}{behind}", front, seam=width)
         if not issubclass(kind, Linked) or kind.rule.looks or given.keys() - kind.rule.defaults.keys():
-            looking = (
-                f"{name} looks into the prompt before it chooses, and " if getattr(kind, "rule", NOTHING).looks else ""
-            )
+            looks = getattr(kind, "rule", NOTHING).looks
+            looking = f"{name} looks into the prompt before it chooses, and " if looks else ""
+            served = []  # with the names of their numbers
+            for each, other in ((each, methods.get(each)) for each in methods.names()):
+                if each == "hypic" or (issubclass(other, Linked) and not other.rule.looks):
+                    served.append(":".join([each, *other.positional]))
             raise ValueError(
-                f"{looking}vLLM links documents with {', '.join(servable())}, behind front=prose, {DUMMIES}:n or an "
+                f"{looking}vLLM links documents with {', '.join(served)}, behind front=prose, {DUMMIES}:n or an "
                 f"adapter's, or not at all (full), not with {spec!r}"
             )
         values = kind.rule.read(name, given)
@@ -100,13 +103,3 @@ class LinkMethod:
         parts = [*said, *([] if front == kind.default_front else [f"front={front}"])]
         written = (":" if said and "=" not in said[0] else ",").join([name, ",".join(parts)]) if parts else name
         return cls(written, front, kind.rule, values)
-
-
-def servable() -> list[str]:
-    """How the methods that vLLM links with are written, with the names of their numbers."""
-    found = []
-    for name in methods.names():
-        kind = methods.get(name)
-        if name == "hypic" or (issubclass(kind, Linked) and not kind.rule.looks):
-            found.append(":".join([name, *kind.positional]))
-    return found

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import TypeVar
 
@@ -107,25 +107,15 @@ class LeasedDocument:
         return self.tier if self.tier in MADE else "hit"
 
 
+@dataclass(eq=False)
 class Lease:
-    """The documents of one request, in order, which stay in the pool until `release`. Release it in `finally`.
+    """The documents of one request, in order, which stay in the pool until `release`. Release it in `finally`."""
 
-    Seconds are those that it waited for room in the pool, and for encoders; `give_back` drops the references.
-    """
-
+    documents: tuple[LeasedDocument, ...]
+    give_back: list[Callable[[], None]]  # what drops the references
+    room_seconds: float = 0.0  # that it waited for room in the pool
+    encode_seconds: float = 0.0  # and for encoders
     head: PoolHandle | None = None  # where the prompt's beginning is in the pool; None where that is computed
-
-    def __init__(
-        self,
-        documents: Sequence[LeasedDocument],
-        give_back: Callable[[], None],
-        *,
-        room_seconds: float,
-        encode_seconds: float,
-    ) -> None:
-        self.documents = tuple(documents)
-        self.room_seconds, self.encode_seconds = room_seconds, encode_seconds
-        self._give_back = [give_back]
 
     @property
     def handles(self) -> list[PoolHandle]:
@@ -135,9 +125,9 @@ class Lease:
     def take_head(self, other: Lease) -> None:
         """Takes the lease of the prompt's beginning over, which may be of nothing."""
         self.head = next(iter(other.handles), None)
-        self._give_back.append(other.release)
+        self.give_back.append(other.release)
 
     def release(self) -> None:
         """Drops the references; a second call does nothing."""
-        while self._give_back:
-            self._give_back.pop()()
+        while self.give_back:
+            self.give_back.pop()()

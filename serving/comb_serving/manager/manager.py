@@ -128,9 +128,9 @@ class PICManager:
             self._release(entries.values())
             raise
         # a document named twice is one reference and two handles
-        documents = [LeasedDocument(d.key, entries[d.key].value, tiers[d.key]) for d in wanted]
-        times = {"room_seconds": entered - start, "encode_seconds": time.monotonic() - entered}
-        return Lease(documents, partial(self._release, tuple(entries.values())), **times)
+        documents = tuple(LeasedDocument(d.key, entries[d.key].value, tiers[d.key]) for d in wanted)
+        give_back = partial(self._release, tuple(entries.values()))
+        return Lease(documents, [give_back], entered - start, time.monotonic() - entered)
 
     def hold(self, documents: Sequence[WantedDocument]) -> Lease:
         """A lease of those documents of one tenant that are in the pool now, none where they would be over its share.
@@ -148,8 +148,8 @@ class PICManager:
             unique = {}
         entries = self._refer(unique)
         self._count_hits(entries)
-        held = [LeasedDocument(d.key, entries[d.key].value, "pool") for d in documents if d.key in entries]
-        return Lease(held, partial(self._release, tuple(entries.values())), room_seconds=0.0, encode_seconds=0.0)
+        held = tuple(LeasedDocument(d.key, entries[d.key].value, "pool") for d in documents if d.key in entries)
+        return Lease(held, [partial(self._release, tuple(entries.values()))])
 
     async def _in_turn(self, unique: dict[str, WantedDocument]) -> tuple[dict[str, PoolEntry], set[str]]:
         """`_enter`, at once where nobody is overtaken who waits for room, else when its turn has come."""

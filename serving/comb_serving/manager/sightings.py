@@ -91,27 +91,21 @@ class Sightings:
     async def _compile(self) -> None:
         try:
             while self._wanted and (room := self._room()) > 0:
-                documents = self._next(room)
+                # the one that was seen last, and as many of its tenant before it as are compiled with it in time: a
+                # server that comes to few of them comes to those that prompts bring now
+                documents = list[WantedDocument]()
+                while self._wanted:
+                    document = next(reversed(self._wanted.values()))
+                    room -= len(document.token_ids)
+                    if documents and (room < 0 or document.tenant != documents[0].tenant):  # a lease is one tenant's
+                        break
+                    documents.append(self._wanted.pop(document.key))
                 self._credit = max(0.0, self._credit - sum(len(document.token_ids) for document in documents))
                 await self._compile_some(documents)
                 if self._answering:
                     break
         finally:
             self._task = None
-
-    def _next(self, room: float) -> list[WantedDocument]:
-        """The one that was seen last, and as many of its tenant before it as are compiled with it in time.
-
-        A server that comes to few of them comes to those that prompts bring now.
-        """
-        documents = list[WantedDocument]()
-        while self._wanted:
-            document = next(reversed(self._wanted.values()))
-            room -= len(document.token_ids)
-            if documents and (room < 0 or document.tenant != documents[0].tenant):  # a lease is one tenant's
-                break
-            documents.append(self._wanted.pop(document.key))
-        return documents
 
     async def _compile_some(self, documents: list[WantedDocument]) -> None:
         tokens, start = sum(len(document.token_ids) for document in documents), time.monotonic()
