@@ -93,7 +93,7 @@ class Method(ABC):
     def parameter_names(cls) -> list[str]:
         """What may be written behind the method's name, `quantize` aside; those that need no name first."""
         own = (inspect.signature(vars(each)["__init__"]).parameters for each in cls.__mro__ if "__init__" in vars(each))
-        given_by_others = {"self", "args", "kwargs", "model", "parameters", "store", "salt"}
+        given_by_others = {"self", "args", "kwargs", "model", "parameters"}
         others = {name for parameters in own for name in parameters} - given_by_others
         return [*cls.positional, *sorted(others - set(cls.positional))]
 

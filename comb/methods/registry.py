@@ -103,12 +103,12 @@ def create(spec: str, model: Any, **options: Any) -> Method:
     """
     name, parameters = parse(spec)
     options = {**parameters, **options}
-    method_spec = MethodSpec(name, {key: value for key, value in options.items() if key not in ("store", "salt")})
+    made_as = MethodSpec(name, dict(options))
     scheme = options.pop("quantize", None)
     method = get(name)(model, **options)
     if scheme not in (None, False, "none"):
         method = Quantized(method, scheme)
-    method.spec = method_spec
+    method.spec = made_as
     return method
 
 
@@ -170,12 +170,12 @@ class Quantized(Method):
         return self.method.continue_row(past, self._dequantized(row))
 
     def _dequantized(self, row: LinkRequest) -> LinkRequest:
-        return replace(row, picaches=[self._open(picache) for picache in row.picaches])
-
-    def _open(self, picache: PICache) -> PICache:
-        if not isinstance(picache, QuantizedPICache) or picache.fingerprint != self.fingerprint:
-            raise ValueError(
-                f"method '{self.name}' with quantize={self.scheme} links what it compiled itself, got {picache!r}, "
-                f"expected fingerprint {self.fingerprint}: compile the document again"
-            )
-        return picache.dequantize(self.method.fingerprint)
+        fingerprint, plain, opened = self.fingerprint, self.method.fingerprint, list[PICache]()
+        for picache in row.picaches:
+            if not isinstance(picache, QuantizedPICache) or picache.fingerprint != fingerprint:
+                raise ValueError(
+                    f"method '{self.name}' with quantize={self.scheme} links what it compiled itself, got {picache!r}, "
+                    f"expected fingerprint {fingerprint}: compile the document again"
+                )
+            opened.append(picache.dequantize(plain))
+        return replace(row, picaches=opened)
