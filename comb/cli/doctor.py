@@ -7,8 +7,7 @@ and linked without recomputation. `random_model` stands in where the weights are
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -70,8 +69,7 @@ def close(name: str, left: Tensor, right: Tensor, tolerance: float) -> Check:
 def run_checks(model: CombForCausalLM) -> list[Check]:
     """Whether an encoder and its cross blocks do what they must, tried on a few made-up documents.
 
-    Gates that are still zero are opened while the checks run (and set back), since behind closed gates nothing
-    could fail.
+    Gates that are still zero are opened while the checks run, and set back.
     """
     generator = torch.Generator().manual_seed(0)
     query = torch.randint(1, model.info.vocab_size, (2, 7), generator=generator).to(model.device)
@@ -85,22 +83,27 @@ def run_checks(model: CombForCausalLM) -> list[Check]:
         assert isinstance(loaded, CrossPICache)
         return loaded
 
-    was_training = model.training
+    gates = [gate for block in model.cross_blocks if isinstance(block, CrossBlock) for gate in block.gates]
+    before, was_training = [gate.detach().clone() for gate in gates], model.training
     model.eval()
     try:
         bare = model.backbone(input_ids=query).logits
         with model.encoder_disabled():
             off = model(input_ids=query).logits
         hooks = sum(pre_hooks_of(layer) for layer in model.backbone.get_submodule(model.info.layers_path))
-        with _open_gates(model):
-            a, b, c = model.encode(segments)
-            plain = model(input_ids=query).logits
-            linked = model(input_ids=query, documents=[[a, b, c], []]).logits
-            alone = model(input_ids=query[:1], documents=[[a, b, c]]).logits
-            cached = model(input_ids=query, documents=[[round_trip(p) for p in (a, b, c)], []]).logits
-            fresh = model(input_ids=query, documents=[[model.encode([s])[0] for s in segments], []]).logits
-            shuffled = model(input_ids=query, documents=[[c, a, b], []]).logits
+        for gate in gates:
+            if float(gate) == 0.0:  # behind closed gates nothing could fail
+                gate.fill_(0.5)
+        a, b, c = model.encode(segments)
+        plain = model(input_ids=query).logits
+        linked = model(input_ids=query, documents=[[a, b, c], []]).logits
+        alone = model(input_ids=query[:1], documents=[[a, b, c]]).logits
+        cached = model(input_ids=query, documents=[[round_trip(p) for p in (a, b, c)], []]).logits
+        fresh = model(input_ids=query, documents=[[model.encode([s])[0] for s in segments], []]).logits
+        shuffled = model(input_ids=query, documents=[[c, a, b], []]).logits
     finally:
+        for gate, value in zip(gates, before, strict=True):
+            gate.copy_(value)
         model.train(was_training)
     effect = relative_gap(linked[:1], plain[:1])
     return [
@@ -112,20 +115,6 @@ def run_checks(model: CombForCausalLM) -> list[Check]:
         close("row without documents == backbone", linked[1:], plain[1:], tolerance),
         Check("documents change the answer (control)", effect > 0, f"max |diff| {effect:.1e} of the largest logit"),
     ]
-
-
-@contextmanager
-def _open_gates(model: CombForCausalLM) -> Iterator[None]:
-    gates = [gate for block in model.cross_blocks if isinstance(block, CrossBlock) for gate in block.gates]
-    before = [gate.detach().clone() for gate in gates]
-    for gate in gates:
-        if float(gate) == 0.0:
-            gate.fill_(0.5)
-    try:
-        yield
-    finally:
-        for gate, value in zip(gates, before, strict=True):
-            gate.copy_(value)
 
 
 _DOCUMENTS = (11, 7, 13)

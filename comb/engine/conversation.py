@@ -26,26 +26,16 @@ RunTurn = Callable[[Any, threading.Event | None], Answer]
 
 @dataclass(frozen=True)
 class _History:
-    """What is known after so many turns; replaced as a whole once a turn has succeeded.
-
-    Args:
-        messages: so far; `texts`: the same as others see them.
-        segments: of the documents that messages name.
-        first: of those that the first question brings.
-        stamp: of the method and the weights that computed the last turn; None before the first one.
-        keys: of all documents' segments in it.
-        past: what the next one goes on from; None if there is nothing.
-        relinked: turns that were linked from their start although there was one before.
-    """
+    """What is known after so many turns; replaced as a whole once a turn has succeeded."""
 
     messages: tuple[Message, ...]
-    texts: tuple[dict[str, Any], ...]
-    segments: Mapping[str, Sequence[KeyedSegment]]
-    first: Sequence[KeyedSegment] = ()
-    stamp: Hashable = None
-    keys: tuple[str, ...] = ()
-    past: PastState | None = None
-    relinked: int = 0
+    texts: tuple[dict[str, Any], ...]  # the messages as others see them
+    segments: Mapping[str, Sequence[KeyedSegment]]  # of the documents that messages name
+    first: Sequence[KeyedSegment] = ()  # of those that the first question brings
+    stamp: Hashable = None  # of the method and the weights that computed the last turn; None before the first one
+    keys: tuple[str, ...] = ()  # of all documents' segments in it
+    past: PastState | None = None  # what the next turn goes on from
+    relinked: int = 0  # turns that were linked from their start although there was one before
 
 
 class Conversation:

@@ -194,9 +194,6 @@ class RotaryProbe:
     """Single tokens at several positions, and which rotation explains how a tensor made from them changes.
 
     The first pass stays below every limit of the model's rotary embeddings, others go beyond one each.
-
-    Args:
-        model: whose rotary embeddings are the candidates.
     """
 
     def __init__(self, model: Any) -> None:
@@ -215,11 +212,8 @@ class RotaryProbe:
         self._tolerance = _tolerance(model)
 
     def inputs(self, positions: Sequence[int]) -> tuple[Tensor, Tensor]:
-        """Token ids and position ids of a pass over `positions`, both [probe tokens x positions, 1].
-
-        The pass is the next thing to be run on the model.
-        """
-        for embedding in self.embeddings:
+        """Token ids and position ids of a pass over `positions`, both [probe tokens x positions, 1]."""
+        for embedding in self.embeddings:  # for the pass that is run next
             embedding.settle(1)
         tokens = torch.tensor(self._ids).repeat_interleave(len(positions))[:, None]
         return tokens, torch.tensor(list(positions)).repeat(len(self._ids))[:, None]
@@ -304,16 +298,10 @@ def states_by_position(
 
 
 def explain_states(model: Any, number: int, seen: Tensor) -> tuple[tuple[RotaryEmbedding, Rotation] | None, int]:
-    """How the state of linear layer `number` turns with a token's position, and its axis (-2 or -1).
+    """The embedding and the rotation by which a linear layer's state turns with a token's position, and its axis.
 
-    Args:
-        seen: the layer's part of `states_by_position`.
-
-    Returns:
-        The embedding and its rotation, None where the state doesn't turn.
-
-    Raises:
-        UnmovableError: when no rotation explains how the state changes with the position.
+    `seen` is the layer's part of `states_by_position`. None where it doesn't turn; raises UnmovableError where no
+    rotation explains how it changes.
     """
     probe = RotaryProbe(model)
     for axis in (-2, -1):

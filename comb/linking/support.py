@@ -33,15 +33,10 @@ _SMALL_WINDOW = 128
 
 @dataclass(frozen=True)
 class LinkSupport:
-    """How a model's prompts are linked.
+    """How a model's prompts are linked."""
 
-    Args:
-        positions: how cached keys and values are moved.
-        masks: how scattered rows are masked; None where they are computed run by run.
-    """
-
-    positions: PositionMap
-    masks: Masks | None
+    positions: PositionMap  # how cached keys and values are moved
+    masks: Masks | None  # how scattered rows are masked; None where they are computed run by run
 
 
 def find_support(model: Any) -> LinkSupport:

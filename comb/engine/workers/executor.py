@@ -116,10 +116,8 @@ class SegmentWorker(ABC):
 
     def __init__(self, loaded: Future[None]) -> None:
         self.loaded = loaded
-        self.unanswered: dict[Future[Reply], int] = {}
-        """What it hasn't answered yet, oldest first, and the tokens of each; also of requests that failed."""
-        self.since = 0.0
-        """When it began with the oldest of them, by ``time.monotonic``."""
+        self.unanswered: dict[Future[Reply], int] = {}  # oldest first, with the tokens of each; also of failed requests
+        self.since = 0.0  # when it began with the oldest of them, by ``time.monotonic``
 
     @abstractmethod
     def submit(self, spec: MethodSpec, fingerprint: str, key: str, token_ids: tuple[int, ...]) -> Future[Reply]:
@@ -265,11 +263,10 @@ class CompileExecutor:
             )
 
     def compile(self, method: Method, segments: Sequence[Sequence[int]]) -> list[PICache]:
-        """What ``method.compile(segments)`` returns, computed by the workers.
+        """What ``method.compile(segments)`` returns or raises, computed by the workers.
 
         Raises:
             ValueError: `method` was not made by `comb.methods.create`, so that no worker could make it.
-            Exception: what ``method.compile`` raises for bad segments.
         """
         return self.run(method, segments).picaches
 
