@@ -71,6 +71,37 @@ async def test_completions_take_texts_and_ids() -> None:
     server.check_idle()
 
 
+PARTS = [{"type": "text", "text": " Where is Ada?"}]
+
+
+async def test_the_prefix_of_each_prompt_is_stated_with_its_documents_and_salted_for_the_tenant() -> None:
+    server = Server()
+    server.app.front().preprocessor.exact_prefix = True
+    segments = [ids_of(DOCUMENTS[0]["text"], "A"), ids_of(DOCUMENTS[1])]
+    texts = [{"role": "user", "content": "Be brief."}, {"role": "assistant", "content": "I am."}]
+    stated = []
+    for key, text in (("alice", DOCUMENTS[1]), ("alice", "Cy sleeps."), ("bob", DOCUMENTS[1])):
+        assert (await server.client(key).post("/v1/documents", {"text": text, "id": text[:2]})).status == 200
+        asked = [*texts, {"role": "user", "content": [{"type": "document", "id": text[:2]}, *PARTS]}]
+        await server.client(key).post(CHAT, {"model": "m", "messages": asked})
+        stated.append(Capability.verify(server.echo.bodies[-1]["vllm_xargs"][KEY], SECRET))
+    prompt = BUILDER.build(asked, (), {text[:2]: segments[1:]})
+    assert [found.prefixes for found in stated] == [(len(prompt.head),)] * 3
+    assert stated[2].prefix_of(prompt.query) == len(prompt.head) > len(BUILDER.build(ASKED, segments).head)
+    assert stated[0].prefix_salt == stated[1].prefix_salt != stated[2].prefix_salt
+    # a prompt without documents begins alike
+    await server.client("alice").post(CHAT, {"model": "m", "messages": ASKED})
+    assert server.echo.bodies[-1]["cache_salt"] == stated[0].prefix_salt
+    # where vLLM would render the messages, the prefix is known by rendering them here
+    calls = {"input": [{"type": "message", "role": "user", "content": "Where?"}], "documents": DOCUMENTS}
+    await server.client().post(RESPONSES, calls)
+    assert "kv_transfer_params" in server.echo.bodies[-1]
+    await server.client().post(COMPLETIONS, {"prompt": ["Where?", [5, 6], [7]], "documents": DOCUMENTS})
+    found = Capability.verify(server.echo.bodies[-1]["vllm_xargs"][KEY], SECRET)
+    assert found.prefixes == (len(BUILDER.complete("Where?", segments).head), 0, 0)
+    server.check_idle()
+
+
 async def test_without_documents_the_body_is_the_clients() -> None:
     server = Server()
     body = {"messages": ASKED, "temperature": 0, "cache_salt": "mine"}

@@ -26,6 +26,26 @@ def test_answers_over_documents_equal_those_in_process(served: Served, nano_adap
     assert engine.chat(QUESTION, TEXTS).text != engine.chat(QUESTION, []).text
 
 
+def test_what_stands_in_front_of_documents_is_cached_whatever_they_are(served: Served, nano_adapter: Path) -> None:
+    from comb import Document, PICEngine
+
+    engine = PICEngine.from_pretrained(nano_adapter)
+    first = [{"role": "user", "content": "Who is there? " * 12}, {"role": "assistant", "content": "Ada."}]
+    cached = []
+    for name, text in zip("abc", (TEXTS[0], *TEXTS[:2]), strict=True):
+        assert served.request("POST", "/v1/documents", {"text": text, "id": f"front-{name}"}, "alice")[0] == 200
+        engine.add_documents([Document(text, id=f"front-{name}")])
+        parts = [{"type": "document", "id": f"front-{name}"}, {"type": "text", "text": " Where is Ada?"}]
+        messages = [*first, {"role": "user", "content": parts}]
+        answer = served.chat(messages=messages)
+        assert text_of(answer) == engine.chat(messages, max_new_tokens=12).text
+        cached.append(answer[1]["usage"]["prompt_tokens_details"]["cached_tokens"])
+    head = len(engine.prompt_builder.build(messages, (), {"front-c": [[5]]}).head)
+    tokens = sum(document["tokens"] for document in answer[1]["comb"]["documents"])
+    assert head >= 64
+    assert cached[1] >= cached[2] == tokens + head // 32 * 32
+
+
 def test_the_encoder_is_switched_off_and_on(served: Served) -> None:
     inlined = text_of(served.chat(TEXTS, comb={"encoder": False}))
     linked = served.chat(TEXTS)
