@@ -8,7 +8,7 @@ before any of them attends, so one step is exact, the question's rows in it too.
 a request begins waits, as vLLM's requests do whose cache comes from elsewhere. Then it goes on like one with a cached
 prefix. Where the question chooses what is computed again, its rows come first, over what is linked (`looks`).
 
-`scheduler` (what is computed when, and under which hash), `connector` (what is told to the worker), `pool_worker` and
-`document_pool` (the documents), `positions` (how keys are re-rotated), `cache_access` (vLLM's cache), `setup` (its
-options).
+`scheduler` (what is computed when, and under which hash), `connector` (what is told to the worker), `links` (what a
+request wants, and the commands that follow from it), `pool_worker` and `document_pool` (the documents), `states` (those
+of linear layers), `positions` (how keys are re-rotated), `cache_access` (vLLM's cache), `setup` (its options).
 """
