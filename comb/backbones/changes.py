@@ -13,7 +13,7 @@ import dis
 import math
 import types
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping, Sequence, Set
+from collections.abc import Callable, Mapping, Sequence, Set
 from contextlib import suppress
 from functools import cache, partial
 from itertools import chain, islice
@@ -47,7 +47,7 @@ class Settings:
         self._hooked = _hooked(self._hooks)
         kinds: list[Any] = list(dict.fromkeys(map(type, modules)))
         self._classes = [(kind, kind.forward) for kind in kinds]
-        self._configs = [(config, _copied(vars(config))) for config in _configs(modules)]
+        self._configs = _configs(modules)
         self._buffers = [
             (place, name, buffer, writes(buffer)) for place, module in enumerate(modules)
             for name, buffer in volatile_buffers_of(module).items() if name not in run_state(module)
@@ -193,26 +193,21 @@ def _values(modules: list[nn.Module]) -> list[Any]:
     return list(chain.from_iterable(map(dict.values, map(vars, modules))))
 
 
-def _configs(modules: list[nn.Module]) -> Iterator[Any]:
-    """The configurations that modules read, and those inside of them."""
-    found: dict[int, Any] = {}
+def _configs(modules: list[nn.Module]) -> list[tuple[Any, dict[str, Any]]]:
+    """The configurations that modules read, and those inside of them, each with a copy of what it holds."""
+    found: dict[int, tuple[Any, dict[str, Any]]] = {}
     ahead = [config for module in modules if (config := vars(module).get("config")) is not None]
     while ahead:
         config = ahead.pop()
-        if id(config) not in found and hasattr(config, "to_dict") and hasattr(config, "__dict__"):
-            found[id(config)] = config
-            ahead += vars(config).values()
-    yield from found.values()
-
-
-def _copied(config: Mapping[str, Any]) -> dict[str, Any]:
-    """What can't be copied, or not told from its copy, goes by itself."""
-    kept = dict(config)
-    for name, value in config.items():
-        with suppress(Exception):
-            if not hasattr(value, "to_dict") and equal(value, copied := copy.deepcopy(value)):
-                kept[name] = copied
-    return kept
+        if id(config) in found or not hasattr(config, "to_dict") or not hasattr(config, "__dict__"):
+            continue
+        _, kept = found[id(config)] = config, dict(vars(config))
+        for name, value in vars(config).items():
+            with suppress(Exception):  # what can't be copied, or not told from its copy, goes by itself
+                if not hasattr(value, "to_dict") and equal(value, copied := copy.deepcopy(value)):
+                    kept[name] = copied
+        ahead += vars(config).values()
+    return list(found.values())
 
 
 def _differs(now: dict[str, Any], kept: dict[str, Any]) -> bool:

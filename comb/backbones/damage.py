@@ -1,7 +1,5 @@
-"""What is wrong with a checkpoint that couldn't be loaded: the file, what is the matter with it, and what to do.
-
-The libraries that read checkpoints say neither which file it was nor, often, what is wrong ("header too large" is what
-a git-lfs pointer gives), so the files are looked at once loading has failed.
+"""What is wrong with a checkpoint that couldn't be loaded: the file, what is the matter with it, and what to do. The
+libraries that read checkpoints often say neither ("header too large" is what a git-lfs pointer gives).
 """
 
 from __future__ import annotations
@@ -51,12 +49,11 @@ def explained(place: str | Path, *, tokenizer: bool = False) -> Iterator[None]:
     """
     try:
         yield
-    except (MemoryError, RecursionError):
+    except (MemoryError, RecursionError, DamagedError):
         raise
     except Exception as error:
         # out of memory on a GPU says nothing of files; nor does an option that nobody knows
-        foreign = type(error).__name__ == "OutOfMemoryError" or "unexpected keyword argument" in str(error)
-        if foreign or isinstance(error, DamagedError):
+        if type(error).__name__ == "OutOfMemoryError" or "unexpected keyword argument" in str(error):
             raise
         folder = local_folder(place)
         # what comb's own classes say of a configuration's values is without its file
@@ -67,43 +64,38 @@ def explained(place: str | Path, *, tokenizer: bool = False) -> Iterator[None]:
             raise DamagedError(found) from error
         if raised_by_us(error):
             raise
-        raise _explanation(error, str(place), tokenizer) from error
+        raise _explanation(error, str(place), folder, tokenizer) from error
 
 
-def _explanation(error: Exception, place: str, tokenizer: bool) -> Exception:
-    message = words_of(error)
-    what = f"the tokenizer of {place}" if tokenizer else place
+def _explanation(error: Exception, place: str, folder: Path | None, tokenizer: bool) -> Exception:
+    said, what = words_of(error), f"the tokenizer of {place}" if tokenizer else place
     if isinstance(error, ImportError):
-        install = "" if "install" in message or not error.name else f": pip install {error.name}"
-        return ImportError(f"{what} can't be loaded, a package is missing: {message}{install}")
+        install = "" if "install" in said or not error.name else f": pip install {error.name}"
+        return ImportError(f"{what} can't be loaded, a package is missing: {said}{install}")
+    why = f"({type(error).__name__}: {said})"
     if Path(place).is_file():
-        why = f"({type(error).__name__}: {message}): it is damaged or cut off, or of a kind that isn't known"
-        return DamagedError(damage_of(Path(place)) or f"{place} can't be read as a model {why}; {_AGAIN}")
+        kind = "it is damaged or cut off, or of a kind that isn't known"
+        return DamagedError(damage_of(Path(place)) or f"{place} can't be read as a model {why}: {kind}; {_AGAIN}")
     if parts := conversion_errors(error):
-        name, why = next(iter(parts.items()))
+        name, which = next(iter(parts.items()))
         return DamagedError(f"{place} has weights that can't be put together for {len(parts)} of the model's, among "
-                            f"them {name} ({why}): some are missing, or of another model; {_AGAIN}")  # fmt: skip
-    folder = local_folder(place)
+                            f"them {name} ({which}): some are missing, or of another model; {_AGAIN}")  # fmt: skip
     if folder is None and isinstance(error, OSError):
-        return OSError(f"no model {place!r}: there is no such folder, and as a Hub id it can't be read: {message}")
-    why = f"({type(error).__name__}: {message})"
-    if folder is not None and not tokenizer and not any((folder / name).is_file() for name in ("config.json", PEFT)):
-        return DamagedError(f"{place} has no config.json, so it is no model's folder: {_AGAIN}, or name another one")
+        return OSError(f"no model {place!r}: there is no such folder, and as a Hub id it can't be read: {said}")
     if folder is None:
         return (ValueError if isinstance(error, ValueError) else OSError)(f"{what} can't be loaded {why}")
+    remedy = f"see its config.json and the options that were given, or {_AGAIN}"
     if tokenizer:
-        return DamagedError(
-            f"{what} can't be loaded {why}: see tokenizer_config.json and what is beside it, or {_AGAIN}"
-        )
-    if (folder / PEFT).is_file():
+        remedy = f"see tokenizer_config.json and what is beside it, or {_AGAIN}"
+    elif (folder / PEFT).is_file():
         return DamagedError(f"{folder / PEFT} doesn't fit its weights or its model {why}: {_MEND}")
-    if not tokenizer and (gone := _no_weights(folder)) is not None:
+    elif not (folder / "config.json").is_file():
+        return DamagedError(f"{place} has no config.json, so it is no model's folder: {_AGAIN}, or name another one")
+    elif (gone := _no_weights(folder)) is not None:
         return DamagedError(gone)
-    if isinstance(error, FileNotFoundError):
-        return DamagedError(f"{what} can't be loaded {why}: {_AGAIN}")
-    return DamagedError(
-        f"{what} can't be loaded {why}: see its config.json and the options that were given, or {_AGAIN}"
-    )
+    elif isinstance(error, FileNotFoundError):
+        remedy = _AGAIN
+    return DamagedError(f"{what} can't be loaded {why}: {remedy}")
 
 
 def local_folder(place: str | Path) -> Path | None:
@@ -118,10 +110,7 @@ def local_folder(place: str | Path) -> Path | None:
 
 
 def damage_in(folder: Path, *, tokenizer: bool = False) -> str | None:
-    """The first file of a checkpoint that can't be right, why, and what to do; None if each looks well.
-
-    Only headers of weights are read.
-    """
+    """The first file of a checkpoint that can't be right, why, and what to do; of weights only headers are read."""
     patterns = ("config.json", *TOKENIZER_FILES) if tokenizer else _MODEL_FILES
     chosen = sorted({path for pattern in patterns for path in folder.glob(pattern) if path.is_file()})
     if any((folder / name).is_file() for name in ("model.safetensors", "model.safetensors.index.json")):
@@ -271,10 +260,8 @@ def _damage_in_json(path: Path) -> str | None:
 
 
 def _refused(folder: Path) -> str | None:
-    """Why transformers can't make the model that a folder's config.json speaks of; None if it can.
-
-    It is made without weights. Nothing is said of models with code of their own, or of a type that isn't known.
-    """
+    """Why transformers can't make the model of a folder's config.json, without weights; None if it can, and for models
+    with code of their own, or of a type that isn't known."""
     from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AutoConfig, AutoModelForCausalLM
     from transformers import __version__ as version
     from transformers.models.auto.configuration_auto import CONFIG_MAPPING
@@ -297,12 +284,10 @@ def _refused(folder: Path) -> str | None:
         return None
     except Exception as error:  # whatever a value makes a class do
         named = [name for name, value in values_in(content) if isinstance(error, KeyError) and value == error.args[0]]
-        if named:
+        if named:  # a name that a table of transformers doesn't have
             return f"{path}: {named[0]} is {error.args[0]!r}, which transformers {version} doesn't know: {_MEND}"
-        words = (
-            words_of(error)
-            if raised_by_us(error) or is_validation(error)
-            else f"{type(error).__name__}: {words_of(error)}"
-        )
+        words = words_of(error)
+        if not raised_by_us(error) and not is_validation(error):
+            words = f"{type(error).__name__}: {words}"
         return f"{path} gives no model ({words}){'' if 'pip install' in words else f': {_MEND}'}"
     return None

@@ -96,8 +96,32 @@ def converted(file: Path, name: str) -> Path:
         return target
     target.parent.mkdir(parents=True, exist_ok=True)
     logger.warning("converting %s into %s, once", file.name, target)
+    try:  # transformers from 5.19 on may leave weights in GGUF's blocks; versions before always unpack them
+        from transformers import GgufConfig
+    except ImportError:
+        options = {}
+    else:
+        options = {"quantization_config": GgufConfig(dequantize=True)}
     with tempfile.TemporaryDirectory(dir=target.parent) as made:
-        _save(_whole(file, Path(made)), Path(made) / name, file)
+        whole = _whole(file, Path(made))
+        place: dict[str, Any] = {"pretrained_model_name_or_path": whole.parent, "gguf_file": whole.name}
+        with explained(file):
+            model, report = AutoModelForCausalLM.from_pretrained(
+                **place, **options, dtype=torch.bfloat16, output_loading_info=True, ignore_mismatched_sizes=True
+            )
+            tokenizer = AutoTokenizer.from_pretrained(**place)
+        check_whole(model, report, file)
+        reader = _reader(whole)
+        check_read(reader, model, file)
+        keep_special_tokens(reader, tokenizer, file)
+        # the loaded model remembers its file and refuses to be saved: the same weights in a model that never had one
+        settings = model.config.to_dict()
+        settings.pop("quantization_config", None)
+        plain = type(model)._from_config(type(model.config).from_dict(settings), dtype=torch.bfloat16)
+        plain.load_state_dict(model.state_dict())
+        plain.generation_config = GenerationConfig.from_model_config(plain.config)
+        plain.save_pretrained(Path(made) / name)
+        tokenizer.save_pretrained(Path(made) / name)
         with suppress(OSError):  # another process may have been faster
             (Path(made) / name).rename(target)
     if not (target / "config.json").exists():
@@ -185,34 +209,6 @@ def _whole(file: Path, folder: Path) -> Path:
         writer.write_tensor_data(tensor.data)
     writer.close()
     return target
-
-
-def _save(file: Path, folder: Path, named: Path) -> None:
-    """Args: named: the file that the user knows, for errors."""
-    place: dict[str, Any] = {"pretrained_model_name_or_path": file.parent, "gguf_file": file.name}
-    try:  # transformers from 5.19 on may leave weights in GGUF's blocks; versions before always unpack them
-        from transformers import GgufConfig
-    except ImportError:
-        options = {}
-    else:
-        options = {"quantization_config": GgufConfig(dequantize=True)}
-    with explained(named):
-        model, report = AutoModelForCausalLM.from_pretrained(
-            **place, **options, dtype=torch.bfloat16, output_loading_info=True, ignore_mismatched_sizes=True
-        )
-        tokenizer = AutoTokenizer.from_pretrained(**place)
-    check_whole(model, report, named)
-    reader = _reader(file)
-    check_read(reader, model, named)
-    keep_special_tokens(reader, tokenizer, named)
-    # the loaded model remembers its file and refuses to be saved: the same weights in a model that never had one
-    settings = model.config.to_dict()
-    settings.pop("quantization_config", None)
-    plain = type(model)._from_config(type(model.config).from_dict(settings), dtype=torch.bfloat16)
-    plain.load_state_dict(model.state_dict())
-    plain.generation_config = GenerationConfig.from_model_config(plain.config)
-    plain.save_pretrained(folder)
-    tokenizer.save_pretrained(folder)
 
 
 # --- models in packages ---------------------------------------------------------------------------------------

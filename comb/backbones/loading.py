@@ -37,15 +37,15 @@ def resolve_name(name: str | Path) -> str:
     """The folder of a registered backbone name or a GGUF file; anything else as it is.
 
     Raises:
-        OSError: for a folder that isn't there, if it can't be the id of a repository on the Hub, and as fetching and
-            converting do.
+        OSError: for a folder that isn't there, if it can't be a repository on the Hub, and as fetching and converting.
     """
     text = str(name)
     if Path(text).exists():
-        file = gguf_file(Path(text))
-        if file is None and not Path(text).is_dir():
+        if (file := gguf_file(Path(text))) is not None:
+            return str(convert(file))
+        if not Path(text).is_dir():
             raise OSError(f"{text} is a file, and no GGUF file: name the model's folder")
-        return text if file is None else str(convert(file))
+        return text
     if text in backbones:
         entry = backbones.get(text)
         return str(entry() if callable(entry) else entry)
@@ -157,12 +157,9 @@ def _check_base(tuned: Path) -> None:
 
 
 def check_weights(name: str | Path) -> None:
-    """What `load_model` checks, by the headers of the weights alone: for who lets others load them (vLLM).
+    """What `load_model` checks and raises, by the headers of the weights alone: for who lets others load them (vLLM).
 
     Of what can't be compared (a quantised model, say), and why, a warning is logged.
-
-    Raises:
-        ValueError, OSError: as `load_model` does.
     """
     place = resolve_name(name)
     check_files(place, weights=True)
@@ -258,17 +255,16 @@ def is_slow(dtype: torch.dtype) -> bool:
     return dtype in (torch.bfloat16, torch.float16) and slowdown(dtype) > 4
 
 
+_warned: set[torch.dtype] = set()
+
+
 def warn_if_slow(model: nn.Module) -> None:
     """Says once per dtype and process that a model on the CPU would be several times faster in float32."""
     first = next(model.parameters(), None)
-    if first is None or first.device.type != "cpu" or sum(weight.numel() for weight in model.parameters()) < NOTICED:
+    if first is None or first.device.type != "cpu" or first.dtype in _warned:
         return
-    if is_slow(first.dtype):
-        _warn(first.dtype)
-
-
-@functools.cache
-def _warn(dtype: torch.dtype) -> None:
-    logger.warning("this CPU multiplies %s some %.0f times slower than float32: load the model with dtype=float32 "
-                   "(--dtype float32; model.dtype=float32 when training)",
-                   str(dtype).removeprefix("torch."), slowdown(dtype))  # fmt: skip
+    if sum(weight.numel() for weight in model.parameters()) >= NOTICED and is_slow(first.dtype):
+        _warned.add(first.dtype)
+        logger.warning("this CPU multiplies %s some %.0f times slower than float32: load the model with dtype=float32 "
+                       "(--dtype float32; model.dtype=float32 when training)",
+                       str(first.dtype).removeprefix("torch."), slowdown(first.dtype))  # fmt: skip

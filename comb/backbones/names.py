@@ -197,18 +197,15 @@ def _own_name(value: Any, holder: Any = None) -> str:
         kept = _own_names.get(place)
         if kept is not None and kept[0]() is each:
             return kept[1]
-        try:
-            gone = weakref.ref(each, partial(_forget_name, place))
-        except TypeError:
-            continue
-        _own_names[place] = gone, uuid.uuid4().hex
-        return _own_names[place][1]
+
+        def forget(gone: weakref.ref[Any], place: int = place) -> None:
+            if (kept := _own_names.get(place)) is not None and kept[0] is gone:
+                del _own_names[place]
+
+        with suppress(TypeError):  # lists can't be referred to
+            _own_names[place] = weakref.ref(each, forget), uuid.uuid4().hex
+            return _own_names[place][1]
     return uuid.uuid4().hex
-
-
-def _forget_name(place: int, gone: weakref.ref[Any]) -> None:
-    if (kept := _own_names.get(place)) is not None and kept[0] is gone:
-        del _own_names[place]
 
 
 def _by_key(mapping: Mapping[str, Any]) -> list[Any]:

@@ -1,6 +1,5 @@
-"""What is wrong with the values of a checkpoint's settings: what transformers takes, and can't work with.
-
-It checks the types of a model's own fields alone, so that other values fail later and elsewhere, or give NaN.
+"""What is wrong with the values of a checkpoint's settings: transformers checks the types of a model's own fields
+alone, and other values fail later and elsewhere, or give NaN.
 """
 
 from __future__ import annotations
@@ -19,8 +18,6 @@ _SIZES = ("hidden_size", "num_hidden_layers", "num_attention_heads", "num_key_va
 _NUMBERS = ("max_length", "max_new_tokens", "min_length", "min_new_tokens", "num_beams", "num_return_sequences",
             "top_k", "no_repeat_ngram_size", "temperature", "top_p", "min_p", "typical_p", "epsilon_cutoff",
             "eta_cutoff", "repetition_penalty", "length_penalty", "max_time", "guidance_scale")  # fmt: skip
-
-
 _ROLES = {f"{role}_token" for role in ("bos", "eos", "unk", "sep", "pad", "cls", "mask")}
 
 
@@ -99,9 +96,8 @@ def _wrong_in_tokenizer(content: Mapping[str, Any]) -> str | None:
         return f"model_max_length is {length!r}, not a number"
     if not isinstance(content.get("tokenizer_class"), str | None):
         return f"tokenizer_class is {content['tokenizer_class']!r}, not a name"
-    named = list(template.values()) if isinstance(template, dict) else [template]
-    templates = template if isinstance(template, list) else named
-    for each in templates:
+    several = template.values() if isinstance(template, dict) else template
+    for each in several if isinstance(template, dict | list) else [template]:
         text = each.get("template") if isinstance(each, dict) else each
         why = why_no_template(text) if isinstance(text, str) else "it is no text" if text is not None else None
         if why is not None:
@@ -119,7 +115,7 @@ def _wrong_in_peft(content: Mapping[str, Any]) -> str | None:
     except ImportError:
         return None  # said by who loads it
     kind, base = content.get("peft_type"), content.get("base_model_name_or_path")
-    known = {str(kind.value): peft.PEFT_TYPE_TO_CONFIG_MAPPING[kind] for kind in peft.PEFT_TYPE_TO_CONFIG_MAPPING}
+    known = {str(each.value): made for each, made in peft.PEFT_TYPE_TO_CONFIG_MAPPING.items()}
     if kind not in known:
         return f"peft_type is {kind!r}, which peft {peft.__version__} doesn't know (pip install -U peft?)"
     if not isinstance(base, str | None):
@@ -148,11 +144,8 @@ def is_validation(error: Exception) -> bool:
 def words_of(error: Exception) -> str:
     """What an error says, in one line; of a value of another type than it should have, without the frame around it."""
     said = " ".join(str(error).split())
-    return (
-        re.sub(r"^(Class )?[Vv]alidation error for .*?: \w+Error: |\. Errors: .*$", "", said)
-        if is_validation(error)
-        else said
-    )
+    frame = r"^(Class )?[Vv]alidation error for .*?: \w+Error: |\. Errors: .*$"
+    return re.sub(frame, "", said) if is_validation(error) else said
 
 
 WRONG: dict[str, Callable[[Mapping[str, Any]], str | None]] = {

@@ -1,7 +1,6 @@
-"""Private names of torch, all of them here.
-
-Seen in torch 2.13: `Module._modules`, `_parameters`, `_buffers`, `_non_persistent_buffers_set`,
-`_forward_hooks`, `_forward_pre_hooks`, `Tensor._version`, `Tensor._base`, `torch.utils._python_dispatch`.
+"""Private names of torch, all of them here, seen in torch 2.13: `Module._modules`, `_parameters`, `_buffers`,
+`_non_persistent_buffers_set`, `_forward_hooks`, `_forward_pre_hooks`, `Tensor._version`, `Tensor._base`,
+`torch.utils._python_dispatch`.
 
 `Module.modules()` and the like build every module's name on the way, which takes three times as long, and a cached
 question walks the whole model.
@@ -35,8 +34,7 @@ def modules_of(model: Any) -> list[nn.Module]:
 
 
 def tensors_of(module: nn.Module) -> list[tuple[str, Tensor]]:
-    """A module's own parameters, and its buffers that belong to a checkpoint (packed weights of quantised models); of
-    wrappers (torchao, DTensor) the tensors inside."""
+    """A module's own parameters, and buffers that a checkpoint holds; of wrappers (torchao, DTensor) those inside."""
     volatile = module._non_persistent_buffers_set
     named = [*module._parameters.items(), *(each for each in module._buffers.items() if each[0] not in volatile)]
     return [inner for name, tensor in named if tensor is not None for inner in _inside(name, tensor)]

@@ -1,7 +1,5 @@
-"""What a person's own machine knows of an adapter's folder and nobody else needs to: where things lie on its disk.
-
-Files that are published name a local folder or file by its name alone. The paths are kept beside them, where neither
-`comb push` nor the Hub's own tools (``hf upload``, git) take anything from.
+"""What nobody else needs to know of an adapter's folder: where things lie on this machine's disk. Published files name
+them by their last part alone; the paths are kept where neither `comb push` nor the Hub's tools take anything from.
 """
 
 from __future__ import annotations

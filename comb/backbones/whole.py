@@ -18,8 +18,7 @@ def check_whole(model: nn.Module, report: Mapping[str, Any], place: str | Path) 
     """Whether all weights of a model were in its checkpoint, and none that belong to another one.
 
     Weights of parts that the model doesn't have at all (the vision tower of a model that is used for text) are left
-    out with a warning. Inside of what it has, there is no such thing: a bias that its class doesn't know, or a layer
-    beyond the last one, make another model.
+    out with a warning.
 
     Args:
         report: as ``from_pretrained(..., output_loading_info=True)`` returns it.
@@ -29,18 +28,17 @@ def check_whole(model: nn.Module, report: Mapping[str, Any], place: str | Path) 
     """
     # peft reports what it adds to a model
     settings = "adapter_config.json" if (Path(place) / "adapter_config.json").is_file() else "config.json"
-    missing = report["missing_keys"]
-    if missing:
+    if missing := report["missing_keys"]:
         raise ValueError(f"{place} lacks {_named(missing)}: the checkpoint isn't whole, download or copy it again")
     if mismatched := report["mismatched_keys"]:
         shapes = {f"{key} {tuple(ours)} ({settings} says {tuple(theirs)})" for key, ours, theirs in mismatched}
         raise ValueError(f"{place} has other shapes than its {settings} says in {_named(shapes)}: they aren't of one "
                          "model, download or copy them again")  # fmt: skip
     unexpected = set(report["unexpected_keys"])
+    # inside of what a model has, a bias that its class doesn't know, or a layer beyond the last, make another model;
     # a quantised model's scales are its quantiser's to know
-    quantised = getattr(model, "hf_quantizer", None) is not None
-    foreign = set() if quantised else {key for key in unexpected if _is_inside(key, model)}
-    if foreign:
+    foreign = {key for key in unexpected if _is_inside(key, model)}
+    if foreign and getattr(model, "hf_quantizer", None) is None:
         raise ValueError(
             f"{place} has {_named(foreign)} that {type(model).__name__} with this {settings} doesn't have: it is "
             f"another model than the configuration says; take {settings} and weights from one place"
@@ -58,11 +56,10 @@ def check_finite(model: nn.Module, place: str | Path, further: Iterable[str] = (
     Raises:
         ValueError: naming those that hold NaN or infinity, from which no answer can be had.
     """
-    broken = [
-        name
-        for name, weight in model.named_parameters()
-        if weight.is_floating_point() and weight.numel() and not weight.is_meta and not is_finite(weight.detach())
-    ] + list(further)
+    broken = list(further)
+    for name, weight in model.named_parameters():
+        if weight.is_floating_point() and weight.numel() and not weight.is_meta and not is_finite(weight.detach()):
+            broken.append(name)
     if broken:
         raise ValueError(f"{place} has NaN or infinity in {_named(broken)}: the file is damaged or training diverged, "
                          "download it again, or take an earlier checkpoint")  # fmt: skip
@@ -101,15 +98,15 @@ def _named(keys: Iterable[str]) -> str:
 
 # buffers that earlier versions of transformers saved and made anew, and scales of a cache that isn't quantised here
 _BUFFERS = {"masked_bias", "inv_freq", "causal_mask", "version", "position_ids", "k_scale", "v_scale"}
-_MASKS = ("gptj", "codegen", "gpt_neo")  # whose `attn.bias` is a causal mask, and no bias
 
 
 def _is_inside(key: str, model: Any) -> bool:
     """Whether a weight stands in a layer of a stack that the model has, in its modules or behind its last layer."""
     module: Any = model
     *path, leaf = key.split(".")
-    masked = leaf == "bias" and path[-1:] in (["attn"], ["attention"]) and model.config.model_type in _MASKS
-    if masked or leaf in _BUFFERS:
+    # the causal mask of these models, and no bias
+    masks = path[-1:] in (["attn"], ["attention"]) and model.config.model_type in ("gptj", "codegen", "gpt_neo")
+    if leaf in _BUFFERS or (leaf == "bias" and masks):
         return False
     layers = int(getattr(model.config.get_text_config(), "num_nextn_predict_layers", None) or 0)
     inside = False

@@ -13,9 +13,9 @@ from comb.backbones import loading
 @pytest.fixture(autouse=True)
 def _not_said_yet(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.setattr(loading, "NOTICED", 100)
-    loading._warn.cache_clear()
+    loading._warned.clear()
     yield
-    loading._warn.cache_clear()
+    loading._warned.clear()
 
 
 def _said(model: nn.Module, caplog: pytest.LogCaptureFixture) -> list[str]:
