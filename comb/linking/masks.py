@@ -19,8 +19,6 @@ from comb.backbones.transformers_private import attention_name
 from comb.linking.cache import ScatteredRows
 from comb.linking.positions import UnmovableError
 
-MASKED_ATTENTION = ("sdpa", "eager", *STAND_INS)
-"""Attention implementations that take a mask tensor; others are put aside for the length of a pass."""
 FRESH, PADDING = 0, -1
 """Segments of tokens outside of documents, which are numbered from 1, and of padding."""
 
@@ -70,9 +68,9 @@ def exact_attention(model: Any) -> str:
 
 @contextmanager
 def masked_attention(model: Any) -> Iterator[None]:
-    """For a while, an attention that takes masks in place of one that doesn't (flash attention)."""
+    """For a while, an attention that takes a mask tensor in place of one that doesn't (flash attention)."""
     now = attention_name(model)
-    with attention(model, now if now in MASKED_ATTENTION else "sdpa"):
+    with attention(model, now if now in ("sdpa", "eager", *STAND_INS) else "sdpa"):
         yield
 
 

@@ -177,11 +177,8 @@ def _without_position_ids(model: Any, new_cache: Callable[[], Any]) -> PositionM
         run_decoder(model, torch.tensor([tokens]), cache, attention_mask=torch.ones(1, len(tokens), dtype=torch.long))
         caches.append(cache)
     held = [number for number, layer in enumerate(caches[0].layers) if getattr(layer, "keys", None) is not None]
-    if not held:  # states alone, which know no positions
-        return PositionMap(((None, None),) * len(caches[0].layers), ())
-    first = held[0]
-    for name in ("keys", "values"):
-        second, alone = (getattr(cache.layers[first], name)[:, :, -1] for cache in caches)
+    for name in ("keys", "values") if held else ():  # states alone know no positions
+        second, alone = (getattr(cache.layers[held[0]], name)[:, :, -1] for cache in caches)
         if not _still(torch.stack([second, alone], dim=1).double(), _tolerance(model)):
             raise UnmovableError(
                 f"the model takes no position_ids, and the cached {name} of its first layer depend on where a token "
