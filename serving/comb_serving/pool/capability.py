@@ -71,9 +71,9 @@ class Capability:
             token[:_DIGITS].encode(), _code(token[_DIGITS:], secret).encode()
         ):
             raise ValueError(f"{KEY} is not signed by this instance: send documents in the field 'documents'")
-        who, salt, documents, prompts, method, spans, *others, prefixes, prefix_salt = json.loads(token[_DIGITS:])
+        who, salt, documents, prompts, method, spans, found, lora, head, prefixes, own = json.loads(token[_DIGITS:])
         places = tuple(tuple((start, tokens) for start, tokens in row) for row in spans)
-        return cls(who, salt, tuple(documents), tuple(prompts), method, places, *others, tuple(prefixes), prefix_salt)
+        return cls(who, salt, tuple(documents), tuple(prompts), method, places, found, lora, head, tuple(prefixes), own)
 
     def check(self, request_id: str, salt: str | None, prompt: Sequence[int] | None) -> None:
         """Raises ValueError unless it was made for this request."""
