@@ -168,7 +168,7 @@ def fingerprint(model: PreTrainedModel) -> dict[str, Any]:
         shapes.update(f"{name}:{tuple(parameter.shape)};".encode())
     table = model.get_input_embeddings().weight.detach()
     # values, not their hash: the same weights in another dtype have to match
-    sample = table[_places(*table.shape, table.device)].float().cpu()
+    sample = table[_places(table.shape[0], table.shape[1], table.device)].float().cpu()
     return {
         "shapes": shapes.hexdigest(),
         "embedding_shape": list(table.shape),

@@ -125,7 +125,7 @@ def inspect_backbone(model: PreTrainedModel) -> BackboneInfo:
 
 def _layers_path(model: PreTrainedModel) -> str:
     count = getattr(text_config(model), "num_hidden_layers", None)
-    lists = {name: len(part) for name, part in model.named_modules() if isinstance(part, nn.ModuleList)}
+    lists: dict[str, int] = {name: len(part) for name, part in model.named_modules() if isinstance(part, nn.ModuleList)}
     found = [name for name, length in lists.items() if length == count and count]
     if not found:
         shown = ", ".join(f"{name} ({length})" for name, length in lists.items())

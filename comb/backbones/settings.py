@@ -96,7 +96,7 @@ def _wrong_in_tokenizer(content: Mapping[str, Any]) -> str | None:
         return f"model_max_length is {length!r}, not a number"
     if not isinstance(content.get("tokenizer_class"), str | None):
         return f"tokenizer_class is {content['tokenizer_class']!r}, not a name"
-    several = template.values() if isinstance(template, dict) else template
+    several: Any = template.values() if isinstance(template, dict) else template
     for each in several if isinstance(template, dict | list) else [template]:
         text = each.get("template") if isinstance(each, dict) else each
         why = why_no_template(text) if isinstance(text, str) else "it is no text" if text is not None else None
