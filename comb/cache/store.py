@@ -375,12 +375,12 @@ class PICacheStore:
             return None if entry is None else entry.tier
 
     def pin(self, key: str) -> bool:
-        """See `CacheIndex.pin`."""
+        """Keeps `key` from being evicted until as many `unpin`; False (no pin) if it is neither here nor coming."""
         with self._changed:
             return self._index.pin(key)
 
     def unpin(self, key: str) -> bool:
-        """See `CacheIndex.unpin`."""
+        """Takes back one `pin`; False if there is none."""
         with self._changed:
             return self._index.unpin(key)
 

@@ -6,10 +6,10 @@ import inspect
 import os
 import re
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, overload
+from typing import Any
 
 from comb.documents.document import Example
 from comb.registry import Registry
@@ -79,7 +79,7 @@ class Counts:
 
 
 @dataclass(frozen=True)
-class Dataset(Sequence[Example]):
+class Dataset:
     """Examples in a fixed order, with the account of how they came about."""
 
     examples: tuple[Example, ...]
@@ -89,11 +89,7 @@ class Dataset(Sequence[Example]):
     def __len__(self) -> int:
         return len(self.examples)
 
-    @overload
-    def __getitem__(self, index: int) -> Example: ...
-    @overload
-    def __getitem__(self, index: slice) -> Sequence[Example]: ...
-    def __getitem__(self, index: int | slice) -> Example | Sequence[Example]:
+    def __getitem__(self, index: int) -> Example:
         return self.examples[index]
 
     def __iter__(self) -> Iterator[Example]:

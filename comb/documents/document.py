@@ -8,7 +8,7 @@ from dataclasses import dataclass, field, fields
 from itertools import chain
 from typing import Any
 
-from comb.documents.messages import Message, Reference, as_messages
+from comb.documents.messages import DOCUMENTS, Message, Reference, as_messages
 from comb.documents.rendering import (
     Rendered,
     Slot,
@@ -16,7 +16,7 @@ from comb.documents.rendering import (
     plain_ids,
     render_chat,
     renders_chats,
-    tokens_around,
+    token_blocks,
 )
 
 
@@ -90,14 +90,17 @@ def until_stop(text: str, characters: str) -> str:
 
 @dataclass(frozen=True)
 class Example:
-    """One row of a dataset: ordered documents, the query, the answer to learn and the answers that count."""
+    """One row of a dataset: ordered documents, the query, the answer to learn and the answers that count.
+
+    `group` names what must stay on one side of a train/held-out split (an article, a story).
+    """
 
     documents: tuple[Document, ...]
     query: str
     answer: str
     answers: tuple[str, ...] = ()
     id: str | None = None
-    group: str | None = None  # what must stay on one side of a train/held-out split: an article, a story
+    group: str | None = None
 
     @property
     def references(self) -> tuple[str, ...]:
@@ -107,13 +110,15 @@ class Example:
 
 @dataclass(frozen=True)
 class Prompt:
-    """Token ids of one prompt: ``head + segments + tail``; the segments are the documents, each on its own."""
+    """Token ids of one prompt: ``head + segments + tail``; the segments are the documents, each on its own.
+
+    `gaps` are the fresh tokens between segments, one entry less than these; empty where all follow each other.
+    """
 
     head: tuple[int, ...]
     segments: tuple[tuple[int, ...], ...]
     tail: tuple[int, ...]
     gaps: tuple[tuple[int, ...], ...] = ()
-    """The fresh tokens between the segments, one entry less than segments; empty where these follow each other."""
 
     @property
     def fresh(self) -> tuple[tuple[int, ...], ...]:
@@ -160,19 +165,6 @@ class Prompt:
         raise AssertionError("the last run has no segment behind it")
 
 
-_DOCUMENTS = Reference(None)
-
-
-def _blocks(tokenizer: Any, rendered: Rendered) -> list[int | Reference]:
-    """The tokens of a rendered text, with references where documents stand in it."""
-    first, *others = tokens_around(tokenizer, rendered)
-    blocks: list[int | Reference] = [*first]
-    for (_, _, slot), row in zip(rendered.slots, others, strict=True):
-        blocks += [slot] if isinstance(slot, Reference) else slot.token_ids
-        blocks += row
-    return blocks
-
-
 def _assembled(
     blocks: Sequence[int | Reference],
     segments: Sequence[Sequence[int]],
@@ -193,7 +185,7 @@ def _assembled(
             fresh.append([])
     if not placed:
         # raw text without documents keeps what the tokenizer puts in front of it apart all the same
-        place = blocks.index(_DOCUMENTS) if _DOCUMENTS in blocks else 0
+        place = blocks.index(DOCUMENTS) if DOCUMENTS in blocks else 0
         return Prompt(tuple(fresh[0][:place]), (), tuple(fresh[0][place:]))
     head, *gaps, tail = (tuple(ids) for ids in fresh)
     return Prompt(head, tuple(placed), tail, tuple(gaps) if any(gaps) else ())
@@ -277,37 +269,34 @@ class PromptBuilder:
         if not messages:
             raise ValueError("no messages: give at least one message with role and content")
         if self.head is None and renders_chats(self.tokenizer):
-            front: list[str | Slot] = [*([self.lead] if self.lead else []), *([_DOCUMENTS] if segments else [])]
+            front: list[str | Slot] = [*([self.lead] if self.lead else []), *([DOCUMENTS] if segments else [])]
             rendered = render_chat(self.tokenizer, messages, self.chat_template_kwargs, front)
-            return _assembled(_blocks(self.tokenizer, rendered), segments, referenced or {})
+            return _assembled(token_blocks(self.tokenizer, rendered), segments, referenced or {})
         if not isinstance(query, str):
             raise ValueError(
                 "chat messages need a tokenizer with a chat_template, and a PromptBuilder without a head of its own: "
                 "pass the query as text"
             )
-        return self._raw(query, segments, (self.head or "") + self.lead)
+        return self.complete(query, segments, head=(self.head or "") + self.lead)
 
-    def complete(self, text: str, segments: Sequence[Sequence[int]] = (), *, add_special_tokens: bool = True) -> Prompt:
+    def complete(
+        self, text: str, segments: Sequence[Sequence[int]] = (), *, head: str = "", add_special_tokens: bool = True
+    ) -> Prompt:
         """The prompt for raw text, whatever chat template there is: the tokens that the tokenizer makes of it.
 
-        Documents stand in front of it, but behind a BOS token or what else the tokenizer itself begins a text with
+        Documents stand in front of it, but behind `head` and a BOS token or what else the tokenizer begins a text with
         (`add_special_tokens`). Raises ValueError for an empty text without a BOS token.
         """
-        return self._raw(text, segments, add_special_tokens=add_special_tokens)
+        front, back = added_tokens(self.tokenizer) if add_special_tokens else ([], [])
+        slots = ((len(head), len(head), DOCUMENTS),) if segments else ()
+        mark = [] if segments else [DOCUMENTS]
+        blocks = [*front, *mark, *token_blocks(self.tokenizer, Rendered(head + text, slots)), *back]
+        if not front and not head and segments and blocks[1:2] == [self.tokenizer.bos_token_id]:
+            blocks[:2] = [blocks[1], blocks[0]]  # behind a BOS token that the text itself spells
+        return _assembled(blocks, segments, {})
 
     def answer(self, text: str) -> tuple[int, ...]:
         """Token ids of an answer with its end-of-turn token."""
         if self.tokenizer.eos_token_id is None:
             raise ValueError("the tokenizer has no eos_token: set one, or generation would never stop")
         return (*plain_ids(self.tokenizer, text + self.stop[:1]), int(self.tokenizer.eos_token_id))
-
-    def _raw(
-        self, text: str, segments: Sequence[Sequence[int]], head: str = "", *, add_special_tokens: bool = True
-    ) -> Prompt:
-        front, back = added_tokens(self.tokenizer) if add_special_tokens else ([], [])
-        slots = ((len(head), len(head), _DOCUMENTS),) if segments else ()
-        mark = [] if segments else [_DOCUMENTS]
-        blocks = [*front, *mark, *_blocks(self.tokenizer, Rendered(head + text, slots)), *back]
-        if not front and not head and segments and blocks[1:2] == [self.tokenizer.bos_token_id]:
-            blocks[:2] = [blocks[1], blocks[0]]  # behind a BOS token that the text itself spells
-        return _assembled(blocks, segments, {})

@@ -19,6 +19,9 @@ class Reference:
     id: str | None
 
 
+DOCUMENTS = Reference(None)
+
+
 @dataclass(frozen=True)
 class References:
     """Ids of documents inside of messages, in order: before the place of a prompt's other documents, and after it."""

@@ -18,7 +18,7 @@ from itertools import pairwise
 from pathlib import PurePath
 from typing import Any
 
-from comb.documents.messages import Generated, Message, Reference, message_parts
+from comb.documents.messages import DOCUMENTS, Generated, Message, Reference, message_parts
 from comb.locks import lock_of
 
 Slot = Reference | Generated
@@ -84,7 +84,7 @@ def render_chat(
 
     def without_documents(stand_in: str) -> Rendered:
         # a request's documents are none of the message's words, but a message that is all documents isn't empty
-        inside = [each.wordless or slot != Reference(None) for each in chat for slot in each.slots]
+        inside = [each.wordless or slot != DOCUMENTS for each in chat for slot in each.slots]
         return rendered(
             [s.text if isinstance(s, Generated) else stand_in * i for s, i in zip(slots, inside, strict=True)]
         )
@@ -97,7 +97,7 @@ def render_chat(
     # an answer that the template changes is a text like any other
     for tokens_stay in (True, False)[not any(isinstance(slot, Generated) for slot in slots) :]:
         fills = [_marked(slot, f"{mark}{n:07d}", tokens_stay) for n, slot in enumerate(slots)]
-        for trimmed in (False, True)[: 1 + (Reference(None) in slots)]:  # in front of a text that the template trims
+        for trimmed in (False, True)[: 1 + (DOCUMENTS in slots)]:  # in front of a text that the template trims
             placed, reason = _find(rendered(fills, trimmed=trimmed).text, base.text, slots, mark)
             if not reason:
                 return replace(base, slots=tuple(placed))
@@ -162,7 +162,7 @@ class _InPieces:
         texts = []
         for text in self.texts:
             pieces = list(text)
-            for place, piece in enumerate(text if trimmed and Reference(None) in text else ()):
+            for place, piece in enumerate(text if trimmed and DOCUMENTS in text else ()):
                 if isinstance(piece, str):
                     pieces[place] = piece.lstrip()
                     if pieces[place]:
@@ -284,23 +284,27 @@ def added_tokens(tokenizer: Any) -> tuple[list[int], list[int]]:
     return whole[:start], whole[start + len(inside) :]
 
 
-def tokens_around(tokenizer: Any, rendered: Rendered) -> list[tuple[int, ...]]:
-    """Token ids in front of each slot and behind the last: those of the whole text, cut where something stands in it.
+def token_blocks(tokenizer: Any, rendered: Rendered) -> list[int | Reference]:
+    """Token ids of a rendered text, with references where documents stand in it: those of the whole text, cut at slots.
 
     What one token of the whole text would hold from both sides of a cut is tokenised on each side by itself.
     """
     text, ids, offsets = rendered.text, rendered.token_ids, rendered.offsets
     if not rendered.slots:
-        return [tuple(encoded(tokenizer, text)) if ids is None else ids]
+        return [*(encoded(tokenizer, text) if ids is None else ids)]
     if ids is None and getattr(tokenizer, "is_fast", False):
         with lock_of(tokenizer):
             found = tokenizer(text, add_special_tokens=False, return_offsets_mapping=True)
         ids, offsets = found["input_ids"], found["offset_mapping"]
     begins, ends = [begin for begin, _ in offsets], [end for _, end in offsets]
     whole = _TokenizedText(tokenizer, text, ids or (), begins, ends, frozenset(tokenizer.all_special_ids))
-    starts = [0, *(end for _, end, _ in rendered.slots)]
-    stops = [*(start for start, _, _ in rendered.slots), len(text)]
-    return [tuple(whole.between(start, stop)) for start, stop in zip(starts, stops, strict=True)]
+    blocks: list[int | Reference] = []
+    position = 0
+    for start, end, slot in rendered.slots:
+        blocks += whole.between(position, start)
+        blocks += [slot] if isinstance(slot, Reference) else slot.token_ids
+        position = end
+    return [*blocks, *whole.between(position, len(text))]
 
 
 @dataclass(frozen=True)
@@ -345,8 +349,7 @@ class _TokenizedText:
     def _apart(self, start: int, stop: int, like: int | None) -> list[int]:
         """The tokens of a part alone; but without the space that SentencePiece puts in front of a text, not of a part.
 
-        Args:
-            like: the place of its first token in the whole text, where one begins there.
+        `like`: the place of its first token in the whole text, where one begins there.
         """
         part, encode = self.text[start:stop], partial(encoded, self.tokenizer)
         alone = encode(part)

@@ -111,7 +111,9 @@ def create(spec: str | Splitter | Boundaries) -> Splitter:
     if not isinstance(spec, str):
         if not callable(spec):
             raise ValueError(f"a splitter is a name, a Splitter or a function, not {type(spec).__name__}")
-        return FunctionSplitter(spec)
+        own = Splitter()
+        own.levels = (spec, spaces)  # between words where its units are too long
+        return own
     name, colon, budget = spec.partition(":")
     cls = splitters.get(name)
     budget = budget.removeprefix("max_tokens=")
@@ -237,14 +239,6 @@ def _outside(offsets: Sequence[int], ranges: Sequence[tuple[int, int]]) -> list[
 
 
 # ---- splitters ----
-
-
-class FunctionSplitter(Splitter):
-    """Cuts where a function from text to character offsets says, and between words where its units are too long."""
-
-    def __init__(self, boundaries: Boundaries, max_tokens: int = DEFAULT_MAX_TOKENS) -> None:
-        super().__init__(max_tokens)
-        self.levels = (boundaries, spaces)
 
 
 @splitters.register("paragraphs")

@@ -30,7 +30,7 @@ METRICS = (
 def read_training(folder: Path) -> dict[str, Any] | None:
     """The record that `comb train` wrote, None without one. Raises ValueError if it is damaged.
 
-    Added are ``command``, ``datasets``, pairs of names and their ids on the Hub, and ``frozen``, of all parameters.
+    Added are ``datasets``, pairs of names and their ids on the Hub, and ``frozen``, of all parameters.
     """
     record = _read(folder / TRAINING)
     if record is None:
@@ -40,13 +40,13 @@ def read_training(folder: Path) -> dict[str, Any] | None:
         # with LoRA the encoder's own weights are frozen too, and belong to the adapter all the same
         frozen = counts["all"] - counts["trainable"]
     sets = dict.fromkeys((_name(data), hub_id(data["dataset"], data.get("path"))) for data in _sets(config))
-    return {**record, "command": _command(record), "datasets": list(sets), "frozen": frozen}
+    return {**record, "datasets": list(sets), "frozen": frozen}
 
 
 def read_evaluations(folder: Path) -> list[dict[str, Any]]:
     """The results that `comb eval` wrote into the folder, scores from 0 to 1. Raises ValueError if a file is damaged.
 
-    Added are ``command``, ``dataset``, its name or names, and ``hub_id``.
+    Added are ``dataset``, its name or names, and ``hub_id``.
     """
     found = []
     for path in sorted(folder.glob(RESULTS)):
@@ -56,7 +56,7 @@ def read_evaluations(folder: Path) -> list[dict[str, Any]]:
             names = dict.fromkeys(map(_name, parts))
             id = hub_id(parts[0]["dataset"], parts[0].get("path")) if len(names) == 1 else None
             dataset = ", ".join(names) or path.stem
-            found.append({**record, "command": _command(record), "dataset": dataset, "hub_id": id})
+            found.append({**record, "dataset": dataset, "hub_id": id})
     return found
 
 
@@ -68,30 +68,29 @@ def eval_results(evaluations: list[dict[str, Any]], own: str) -> list[EvalResult
     """
     from huggingface_hub import EvalResult
 
-    return [
-        EvalResult(
-            task_type="question-answering",
-            dataset_type=evaluation["hub_id"] or evaluation["dataset"],
-            dataset_name=evaluation["dataset"],
-            dataset_split=evaluation.get("split"),
-            metric_type=metric,
-            metric_name=f"{label}, method {row['method']}, {_questions(row, key)} questions",
-            metric_value=round(scale * row[key], 2 if scale > 1 else 4),
-            metric_args={"method": row["method"], "questions": _questions(row, key)},
-        )
-        for evaluation in evaluations
-        for row in evaluation["results"]
-        if re.split("[:@]", row["method"])[0] == own
-        for key, metric, label, scale in METRICS
-        if row.get(key) is not None
-    ]
-
-
-def _questions(row: Mapping[str, Any], key: str) -> int:
-    return int(row.get("kl_questions" if key in ("kl", "closed") else "n") or 0)
+    found = []
+    for evaluation in evaluations:
+        for row in evaluation["results"]:
+            for key, metric, label, scale in METRICS if re.split("[:@]", row["method"])[0] == own else ():
+                if row.get(key) is None:
+                    continue
+                questions = int(row.get("kl_questions" if key in ("kl", "closed") else "n") or 0)
+                result = EvalResult(
+                    task_type="question-answering",
+                    dataset_type=evaluation["hub_id"] or evaluation["dataset"],
+                    dataset_name=evaluation["dataset"],
+                    dataset_split=evaluation.get("split"),
+                    metric_type=metric,
+                    metric_name=f"{label}, method {row['method']}, {questions} questions",
+                    metric_value=round(scale * row[key], 2 if scale > 1 else 4),
+                    metric_args={"method": row["method"], "questions": questions},
+                )
+                found.append(result)
+    return found
 
 
 def _read(path: Path) -> dict[str, Any] | None:
+    """A record without secrets and paths, and with its ``command``; None where there is none."""
     if not path.is_file():
         return None
     try:
@@ -100,9 +99,12 @@ def _read(path: Path) -> dict[str, Any] | None:
         raise ValueError(f"{path} is damaged ({error}): remove it, or write it again") from error
     if not isinstance(content, dict):
         raise ValueError(f"{path} should be a JSON object, it is a {type(content).__name__}")
-    argv = content.pop("argv", None)  # whose program is told by its folder
-    found: dict[str, Any] = public(content)
-    return found if argv is None else {**found, "argv": argv}
+    program, *arguments = map(str, content.pop("argv", None) or ["?"])
+    if not program.startswith("python -m "):
+        # records of before have sys.argv[0], which of `python -m package.module` is the module's file
+        place = Path(program)
+        program = f"python -m {place.parent.name}.{place.stem}" if place.suffix == ".py" else shlex.quote(place.name)
+    return {**public(content), "command": " ".join([program, *map(shlex.quote, public(arguments))])}
 
 
 def _name(part: Mapping[str, Any]) -> str:
@@ -123,12 +125,3 @@ def _sets(config: Any) -> Iterator[Mapping[str, Any]]:
     if isinstance(data, Mapping):
         parts = data.get("mixture") or [data]
         yield from (part for part in parts if isinstance(part, Mapping) and isinstance(part.get("dataset"), str))
-
-
-def _command(record: Mapping[str, Any]) -> str:
-    program, *arguments = map(str, record.get("argv") or ["?"])
-    if not program.startswith("python -m "):
-        # records of before have sys.argv[0], which of `python -m package.module` is the module's file
-        path = Path(program)
-        program = f"python -m {path.parent.name}.{path.stem}" if path.suffix == ".py" else shlex.quote(path.name)
-    return " ".join([program, *map(shlex.quote, public(arguments))])

@@ -8,7 +8,7 @@ import math
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -53,21 +53,17 @@ def explained(what: str) -> Iterator[None]:
 
 @dataclass(frozen=True)
 class PushPlan:
-    """What a push uploads: (path in the repository, bytes) pairs, what stays at home, the card, and warnings.
-
-    `contents` are the bytes of those files that go up changed: the card, and records that a token was taken out of.
-    `parent` is the commit that the push goes on from.
-    """
+    """What a push uploads."""
 
     folder: Path
     repo: str
     private: bool
-    files: tuple[tuple[str, int], ...]
-    left_out: tuple[str, ...]
+    files: tuple[tuple[str, int], ...]  # paths in the repository, and bytes
+    left_out: tuple[str, ...]  # what stays at home
     card: str
-    warnings: tuple[str, ...] = ()
-    contents: Mapping[str, bytes] = field(default_factory=dict)
-    parent: str | None = None
+    warnings: tuple[str, ...]
+    contents: Mapping[str, bytes]  # of files that go up changed: the card, records that a token was taken out of
+    parent: str | None  # the commit that the push goes on from
 
 
 def write_card(config: Any, folder: Path) -> None:
@@ -185,11 +181,7 @@ def upload(plan: PushPlan, api: HfApi) -> str:
 def read_weights(folder: Path, parts: Sequence[str]) -> tuple[str, int]:
     """The dtype and number of an adapter's weights, from the headers of its files.
 
-    Args:
-        parts: submodules that the weights belong to (`AdapterConfig.parts`).
-
-    Raises:
-        ValueError: files with more or less than an adapter.
+    Raises ValueError for files with more or less than an adapter's `parts` (`AdapterConfig.parts`).
     """
     files = sorted(folder.glob("model*.safetensors"))
     if not files:

@@ -12,7 +12,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
 from comb import PICEngine, splitters
-from comb.documents.splitting import FunctionSplitter, Splitter, create, sentences, split_document, token_pieces
+from comb.documents.splitting import Splitter, create, sentences, split_document, token_pieces
 from tests.helpers.byte_text import byte_llama, byte_tokenizer
 
 BUDGETED = [name for name in splitters.names() if name != "whole"]
@@ -147,16 +147,22 @@ def test_pieces_join_to_the_text(tokenizer: Any) -> None:
     assert split_document(spaced, ids, create("sentences:3")) == [tuple(ids[:3]), tuple(ids[3:])]
 
 
+def at(boundaries: Any, max_tokens: int) -> Splitter:
+    own = create(boundaries)
+    own.max_tokens = max_tokens
+    return own
+
+
 def test_a_function_of_ones_own(tokenizer: Any) -> None:
     def bars(text: str) -> list[int]:
         return [index + 1 for index, character in enumerate(text) if character == "|"]
 
-    own = FunctionSplitter(bars, max_tokens=8)
+    own = at(bars, 8)
     assert split(tokenizer, "ab|cdef|g|hijklmnop", own) == ["ab|cdef|", "g|", "hijklmno", "p"]
     assert isinstance(create(bars), Splitter)
     for offsets in ([3, 2], [0, 99], [-1]):
         with pytest.raises(ValueError, match="increasing offsets"):
-            split(tokenizer, "x" * 30, FunctionSplitter(lambda text, o=offsets: o, 5))
+            split(tokenizer, "x" * 30, at(lambda text, o=offsets: o, 5))
 
 
 def test_a_registered_class(tokenizer: Any) -> None:
@@ -187,7 +193,7 @@ def test_a_splitter_that_loses_or_turns_tokens_is_refused(tokenizer: Any, made: 
 @pytest.mark.parametrize("found", [None, [1.5], ["x"]])
 def test_boundaries_that_are_not_numbers_are_refused(tokenizer: Any, found: Any) -> None:
     with pytest.raises(ValueError, match="whole numbers"):
-        split(tokenizer, "abc", FunctionSplitter(lambda text: found, 2))
+        split(tokenizer, "abc", at(lambda text: found, 2))
 
 
 @pytest.mark.parametrize(
