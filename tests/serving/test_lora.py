@@ -141,7 +141,8 @@ def test_a_step_has_no_more_loras_than_vllm_has_places_for(llm: LLM, libraries: 
     steps, add_seams = [], scheduler._add_seams
 
     def counted(output: Any, tokens: int) -> None:
-        before = scheduler._loras(output)
+        present = (scheduler.requests[name].lora_request for name in output.num_scheduled_tokens)
+        before = {each.lora_int_id for each in present if each is not None}
         add_seams(output, tokens)
         rows = {row.lora_request.lora_int_id for row in output.scheduled_new_reqs if row.lora_request is not None}
         steps.append((before, rows))
