@@ -100,8 +100,8 @@ def _read_attention(parts: LayerParts, attention: nn.Module, info: BackboneInfo)
     factor = float(getattr(attention, "scaling", head_dim**-0.5)) * math.sqrt(head_dim)
     if abs(factor - 1.0) > 1e-6:
         # a softmax scale other than 1/sqrt(head_dim) (Granite, Gemma) goes into whatever sets the queries' size
-        sizes = ("q_proj.weight", "q_proj.bias") if parts.qk_norm == "none" else ("q_norm.weight",)
-        for name in (f"self_attn.{size}" for size in sizes):
+        set_by = ["q_proj.weight", "q_proj.bias"] if parts.qk_norm == "none" else ["q_norm.weight"]
+        for name in (f"self_attn.{part}" for part in set_by):
             if name in weights:
                 weights[name] = weights[name].float() * factor
 

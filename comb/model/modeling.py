@@ -349,8 +349,8 @@ class CombForCausalLM(AdapterModel, GenerationMixin):
         check_rows(documents, *given)
         with self.linked(documents, _reading(prefix_tokens, kwargs.get("attention_mask"), *given)) as link:
             if link is not None:
-                given = kwargs.get("stopping_criteria") or ()
-                kwargs["stopping_criteria"] = StoppingCriteriaList([*given, _ReadAtEveryStep(link)])
+                criteria = kwargs.get("stopping_criteria") or ()
+                kwargs["stopping_criteria"] = StoppingCriteriaList([*criteria, _ReadAtEveryStep(link)])
             return self.backbone.generate(inputs, **kwargs)
 
     # --- the switch ----------------------------------------------------------------------------------------

@@ -16,8 +16,7 @@ from comb.cache.picache import DecoderPICache
 from comb.linking.cache import RoomyLayer, ScatterCache, Span, assemble, fork_cache
 from comb.linking.masks import Masks, masked_attention
 from comb.linking.passes import recompute, recompute_in_order
-from comb.linking.positions import UnmovableError, find_positions
-from comb.linking.positions import Rerotation, Rotation
+from comb.linking.positions import Rerotation, Rotation, UnmovableError, find_positions
 from comb.linking.support import find_support
 from comb.methods.linked import Linked, PromptLayout
 from tests.helpers.families import FAMILIES, LINK_FAMILIES, tiny

@@ -22,7 +22,7 @@ from comb.engine.workers import executor as executor_module
 from comb.engine.workers.executor import SegmentWorker
 from comb.engine.workers.ray_actors import Compiler, Reply
 from comb.methods.base import Method
-from comb.methods.rules import Naive
+from comb.methods.presets import Naive
 from comb.model.source import ModelSource
 from tests.helpers.hybrids import tiny_hybrid
 from tests.helpers.parallel import Inside

@@ -10,7 +10,7 @@ from typing import Any
 
 from comb.cache.picache import PICache, serialize
 from comb.engine.workers import ray_actors
-from comb.methods.rules import Naive
+from comb.methods.presets import Naive
 
 FAULT_TOKEN = 99
 

@@ -14,9 +14,8 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from comb.hybrid.transition import ScalarTransition
-from comb_serving.linking.layout import LinkingLayout
+from comb_serving.linking.layout import LinkingLayout, plan_interiors
 from comb_serving.linking.methods import LinkMethod
-from comb_serving.linking.layout import plan_interiors
 from comb_serving.pool.capability import PoolHandle, pack, unpack
 from tests.helpers.linked import largest_difference
 from tests.helpers.linked_hybrid import PROMPTS, ask_hybrid, documents, error, library, tiny_model

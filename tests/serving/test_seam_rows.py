@@ -10,8 +10,8 @@ from typing import Any
 
 import pytest
 
-from comb_serving.linking.methods import LinkMethod
 from comb_serving.linking.layout import plan
+from comb_serving.linking.methods import LinkMethod
 
 pytestmark = [pytest.mark.vllm, pytest.mark.usefixtures("plugin")]
 

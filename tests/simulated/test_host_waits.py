@@ -82,7 +82,7 @@ CEILINGS = {
     "attnlink:4": Ceiling(7, 1, 367, 249),
     "cacheblend:0.3": Ceiling(7, 2, 479, 249),  # the host has to know which tokens it has chosen
     "focus:0.2": Ceiling(7, 2, 662, 249),
-    "comb": Ceiling(2, 1, 12, 382),  # three cross blocks
+    "comb": Ceiling(2, 2, 38, 386),  # three cross blocks; the backbone's weights are looked at, too, for its prefix
     "hypic:4": Ceiling(7, 1, 1466, 355),  # of a hybrid, whose scans are transformers' plain ones here
 }
 

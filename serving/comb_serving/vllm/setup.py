@@ -60,12 +60,12 @@ def set_up(vllm_config: Any) -> None:
         )
     check_no_transfer(vllm_config)
     transfer, cache = vllm_config.kv_transfer_config, vllm_config.cache_config
-    name = None if transfer is None else transfer.kv_connector
+    connector = None if transfer is None else transfer.kv_connector
     if cache.kv_offloading_size is not None and cache.kv_offloading_backend != "native":
-        name = cache.kv_offloading_backend
-    if name is not None and name not in SALTED_CONNECTORS:
+        connector = cache.kv_offloading_backend
+    if connector is not None and connector not in SALTED_CONNECTORS:
         raise ValueError(
-            f"comb checkpoints are served without the KV connector {name}, which knows caches by their tokens "
+            f"comb checkpoints are served without the KV connector {connector}, which knows caches by their tokens "
             f"alone and would mix documents: leave it away, or choose one of {', '.join(SALTED_CONNECTORS)}"
         )
     compilation = vllm_config.compilation_config
