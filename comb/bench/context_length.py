@@ -162,9 +162,7 @@ def _checked(method: Method, prompt: RandomPrompt) -> Method:
     from comb.evaluation.random_prompts import check_logits
 
     with torch.no_grad():
-        state = method.link(method.compile(prompt.segments), prompt.query)
-        logits = state.logits[0]
-        state.release()
+        logits = method.link(method.compile(prompt.segments), prompt.query).logits[0]
         if not bool(torch.isfinite(logits).all()):
             raise ValueError("check failed: the logits of a short prompt are not finite")
         if method.name == "full":
@@ -184,7 +182,6 @@ def _warm_up(method: Method, picaches: Sequence[PICache], prompt: RandomPrompt) 
         state = method.link(picaches, prompt.query)
         counts.append((sum(state.computed), state.recomputed_tokens))
         state.logits.argmax(-1).cpu()
-        state.release()
 
     if method.name == "prefix":
         cached()

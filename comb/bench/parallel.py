@@ -150,9 +150,7 @@ def measure_parallel(
             executor.check(method)
             logits = []
             for picaches in (executor.compile(method, few), [method.compile([segment])[0] for segment in few]):
-                state = method.link(picaches, prompt.query)
-                logits.append(state.logits[0])
-                state.release()
+                logits.append(method.link(picaches, prompt.query).logits[0])
             check_logits(f"{method.name!r} over workers differs", logits[0], logits[1], method.backbone.dtype)
         calls = {(spec, count): partial(once, made[spec], count) for spec in specs for count in workers}
         taken = in_turns(calls, options.repeats)

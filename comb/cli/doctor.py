@@ -209,17 +209,13 @@ class _Trial:
 
     def _exact(self, method: Method) -> list[Check]:
         first, again = self._link(method), self._link(method)
-        try:
-            if method.name == "full":
-                own = method.backbone(input_ids=first.input_ids, use_cache=False).logits[:, -1]
-                return [self._close("equals the model's own pass", first.logits, own)]
-            return [
-                self._close("equals full recompute", first.logits, self.reference),
-                self._close("equals full recompute again, from the cache", again.logits, self.reference),
-            ]
-        finally:
-            first.release()
-            again.release()
+        if method.name == "full":
+            own = method.backbone(input_ids=first.input_ids, use_cache=False).logits[:, -1]
+            return [self._close("equals the model's own pass", first.logits, own)]
+        return [
+            self._close("equals full recompute", first.logits, self.reference),
+            self._close("equals full recompute again, from the cache", again.logits, self.reference),
+        ]
 
     def _decoder(self, name: str, method: Linked) -> list[Check]:
         linked = self._link(method).logits

@@ -9,7 +9,7 @@ import functools
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from hashlib import sha256
 from itertools import accumulate
@@ -218,7 +218,7 @@ class AnswerSteps:
         encoder: bool,
         past: PastState | None = None,
     ) -> Iterator[tuple[DecodeState, MacSession | None]]:
-        """The state that answers are decoded from, and what reuses attention meanwhile; given back at the end.
+        """The state that answers are decoded from, and what reuses attention meanwhile.
 
         Args:
             past: what a conversation's turn goes on from.
@@ -230,11 +230,8 @@ class AnswerSteps:
             else:  # tokens of the prompt like all others
                 picaches = [token_picache(method.fingerprint, segment.token_ids) for segment in segments]
             rows.append(LinkRequest(picaches, prompt.tail, prompt.head, prompt.gaps, self.salt))
-        with ExitStack() as stack:
-            session = None if self.mac is None else stack.enter_context(MacSession(method.model, self.mac))
-            state = method.link_batch(rows) if past is None else method.continue_row(past, rows[0])
-            stack.callback(state.release)
-            yield state, session
+        with nullcontext() if self.mac is None else MacSession(method.model, self.mac) as session:
+            yield method.link_batch(rows) if past is None else method.continue_row(past, rows[0]), session
 
     def answers(
         self,

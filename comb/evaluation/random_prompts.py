@@ -85,13 +85,10 @@ def first_token(method: Method, picaches: Sequence[PICache], query: Sequence[int
     """Seconds by stage from PICaches to the first token: the method's own, other linking, the first token."""
     start = time.perf_counter()
     state = method.link(picaches, query)
-    try:
-        synchronize(method.backbone.device)
-        linked_at = time.perf_counter()
-        state.logits.argmax(-1).cpu()
-        end = time.perf_counter()
-    finally:
-        state.release()
+    synchronize(method.backbone.device)
+    linked_at = time.perf_counter()
+    state.logits.argmax(-1).cpu()
+    end = time.perf_counter()
     own = dict(getattr(state, "seconds", {}))
     rest = max(0.0, linked_at - start - sum(own.values()))
     return {**own, "other linking": rest, "first token": end - linked_at}

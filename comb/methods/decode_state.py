@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import copy
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import chain, pairwise
 from typing import Any, Literal
@@ -73,7 +73,6 @@ class DecodeState:
     passed: float = 0.0
     head_tokens: int = 0
     uses: list[list[SegmentUse]] | None = None
-    on_release: list[Callable[[], None]] = field(default_factory=list)
     seconds: Mapping[str, float] = field(default_factory=dict)
     step: int | None = None
 
@@ -179,11 +178,6 @@ class DecodeState:
         logits = torch.cat([output.logits[0].float() for output in outputs])
         check_logits(logits)
         return logits[-len(answer_ids) :]
-
-    def release(self) -> None:
-        """Gives back what `link` borrowed; harmless when called again."""
-        while self.on_release:
-            self.on_release.pop()()
 
     def _generate(self, checked: bool, /, **generate_kwargs: Any) -> Any:
         if checked:  # no answer is made from NaN

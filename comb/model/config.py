@@ -9,7 +9,7 @@ from transformers.configuration_utils import PretrainedConfig
 
 from comb.backbones.adapter import AdapterConfig, check_types
 
-FORMAT_VERSION = 1
+FORMAT_VERSION = 2  # 1 knows no exact_prefix, and would have all tokens read
 
 NORM_PLACEMENTS = ("pre", "post", "sandwich")
 QK_NORMS = ("none", "head", "flat")

@@ -142,7 +142,6 @@ def off_is_plain(model: CombForCausalLM) -> bool:
     method = methods.create("comb", model)
     state = method.link(method.compile(prompt.segments), prompt.query)
     read = state.logits
-    state.release()
     found = model(input_ids=ids).logits
     greedy: dict[str, Any] = {"max_new_tokens": 8, "do_sample": False, "eos_token_id": [], "pad_token_id": 0}
     same = torch.equal(found, wanted) and torch.equal(model.generate(ids, **greedy), backbone.generate(ids, **greedy))

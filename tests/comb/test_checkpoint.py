@@ -150,6 +150,14 @@ def test_a_missing_backbone_says_what_to_do(saved: Path) -> None:
         CombForCausalLM.from_pretrained(saved / "adapter")
 
 
+def test_an_adapter_that_knows_no_exact_prefix_reads_as_it_did(saved: Path) -> None:
+    path = saved / "adapter" / "config.json"
+    written = json.loads(path.read_text())
+    assert (written["format_version"], written.pop("exact_prefix")) == (2, True)
+    path.write_text(json.dumps({**written, "format_version": 1}))
+    assert CombForCausalLM.from_pretrained(saved / "adapter").config.exact_prefix is False
+
+
 def test_a_plain_model_is_no_adapter(saved: Path) -> None:
     with pytest.raises(ValueError, match=r"model_type 'llama', not a COMB adapter; .*from_backbone"):
         CombForCausalLM.from_pretrained(saved / "backbone")
@@ -200,13 +208,13 @@ def test_keys_and_weights_of_a_newer_version_are_named(saved: Path, caplog: pyte
     path = saved / "adapter" / "model.safetensors"
     with caplog.at_level(logging.WARNING, logger="comb"):
         CombForCausalLM.from_pretrained(saved / "adapter")
-    for named in ("other_new_key, seam_tokens", "format 1, this is 1"):
+    for named in ("other_new_key, seam_tokens", "format 2, this is 2"):
         assert named in caplog.text
     save_file({**load_file(path), "encoder.extra": torch.zeros(1)}, path, metadata={"format": "pt"})
     with pytest.raises(ValueError, match=r"1 weights that its config\.json doesn't speak of.*encoder\.extra.*upgrade"):
         CombForCausalLM.from_pretrained(saved / "adapter")
     edit(saved / "adapter" / "config.json", format_version=7)
-    with pytest.raises(ValueError, match=r"config\.json .*newer comb \(format_version 7, this one reads 1\)"):
+    with pytest.raises(ValueError, match=r"config\.json .*newer comb \(format_version 7, this one reads 2\)"):
         CombForCausalLM.from_pretrained(saved / "adapter")
 
 

@@ -163,16 +163,12 @@ def test_prefix_is_exact_and_reuses_the_longest_stored_prefix(backbone: PreTrain
     def link(order: list[int]) -> tuple[list[str], int]:
         documents = [DOCUMENTS[index] for index in order]
         state = prefix.link([picaches[index] for index in order], QUERY, head_ids=HEAD)
-        try:
-            torch.testing.assert_close(state.logits, plain_logits(backbone, documents), atol=1e-5, rtol=1e-5)
-            generated = state.generate(max_new_tokens=8, do_sample=False)
-            assert torch.equal(generated, plain_tokens(backbone, documents))
-            # neither call grew the stored keys and values
-            torch.testing.assert_close(state.logits, plain_logits(backbone, documents), atol=1e-5, rtol=1e-5)
-            return [use.state for use in state.uses[0]], state.recomputed_tokens
-        finally:
-            state.release()
-            state.release()
+        torch.testing.assert_close(state.logits, plain_logits(backbone, documents), atol=1e-5, rtol=1e-5)
+        generated = state.generate(max_new_tokens=8, do_sample=False)
+        assert torch.equal(generated, plain_tokens(backbone, documents))
+        # neither call grew the stored keys and values
+        torch.testing.assert_close(state.logits, plain_logits(backbone, documents), atol=1e-5, rtol=1e-5)
+        return [use.state for use in state.uses[0]], state.recomputed_tokens
 
     assert link([0, 1]) == (["compiled", "compiled"], 8)
     assert link([0, 1]) == (["hit", "hit"], 0)

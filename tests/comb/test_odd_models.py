@@ -83,7 +83,6 @@ def test_everything_recomputed_is_the_models_own_pass(make: Any, spec: str) -> N
         own = model(input_ids=PROMPT).logits[0, -1]
     state = method.link(method.compile(DOCUMENTS), QUERY, head_ids=HEAD)
     assert float((state.logits[0] - own).abs().max() / own.abs().max()) < 1e-4
-    state.release()
 
 
 def test_what_a_question_looks_at_is_seen_under_a_mask_for_each_head() -> None:
@@ -218,7 +217,6 @@ def test_positions_of_other_kinds_are_the_models_own(kind: str) -> None:
         with torch.no_grad():
             own = model(input_ids=torch.cat([PROMPT, torch.tensor([answer[:-1]])], dim=1)).logits[0, -4:]
         assert float((logits - own).abs().max() / own.abs().max()) < 1e-4
-        state.release()
 
 
 @pytest.mark.parametrize("name", ["stop_strings", "num_return_sequences"])

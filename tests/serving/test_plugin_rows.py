@@ -17,7 +17,6 @@ from comb.kernels.paged.attention import attend_row
 from comb.model.config import CombEncoderConfig
 from comb_serving.pool.capability import KEY, MARK, Capability, PoolHandle, digest, pack
 from comb_serving.pool.shared_pool import PoolLayout, SharedPool
-from comb_serving.vllm.admission import check_arguments
 from comb_serving.vllm.decoder_pool import rank_layout, total_bytes
 from comb_serving.vllm.rows import RequestDocuments
 
@@ -160,7 +159,10 @@ def test_a_share_is_of_the_memory_that_the_pool_is_made_in(tmp_path: Path) -> No
     assert total_bytes("12.5%", torch.device("cpu"), tmp_path, ranks=2) == whole // 8
 
 
+@pytest.mark.vllm
 def test_documents_without_a_pool_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from comb_serving.vllm.admission import check_arguments
+
     monkeypatch.delenv("COMB_INSTANCE_DIR", raising=False)
     check_arguments(None)
     check_arguments({"another": 1})

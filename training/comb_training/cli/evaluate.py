@@ -93,7 +93,7 @@ def _asked_about(settings: Config, named: str | Sequence[Any], path: str | None)
     of it is called held out."""
     from comb_training.config import config_from_dict
     from comb_training.config.sections import other_rows
-    from comb_training.data.mixture import Source, sources
+    from comb_training.data.sources import Source, sources
 
     data = settings.data
     if isinstance(named, str):

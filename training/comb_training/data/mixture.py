@@ -16,103 +16,23 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from fractions import Fraction
-from pathlib import Path
 from typing import Any
 
-from comb.documents.datasets import Counts, below, locate, read_dataset
+from comb.documents.datasets import Counts
 from comb.documents.document import Example, PromptBuilder
 from comb.documents.splitting import create
-from comb_training.config import DataConfig, MixtureEntry
+from comb_training.config import DataConfig
 from comb_training.data.batches import TOGETHER, TrainingExample, by_documents, fit_documents, tokenize
-from comb_training.data.records import on_hub
 from comb_training.data.side import seeded
+from comb_training.data.sources import Source, sources
 
 
 def set_name(id: str | None) -> str:
     """The set of a mixture that an example is from, by its id: ``name/id``, or ``name@2/id`` in the second round."""
     return str(id).partition("/")[0].partition("@")[0]
-
-
-@dataclass(frozen=True)
-class Source:
-    """One set, and how its rows are read and written."""
-
-    name: str | None  # of a set of a mixture; None for data that is no mixture
-    dataset: str
-    path: str | None
-    options: Mapping[str, Any]  # of the reader; without split and limit
-    weight: float | None = None
-    limit: int | None = None  # different examples at most, on the train side of a mixture
-    query_template: str = "{query}"
-
-    def read(self, split: str, limit: int | None = None, others: Iterable[Source] = ()) -> tuple[list[Example], Counts]:
-        """One side of the set. `others`: sets of the same mixture. On the train side, what they hold out of the same
-        file is dropped. Raises ValueError as `read_dataset` does, naming the set."""
-        limit = self.limit if split == "train" and self.name is not None else limit
-        try:
-            dataset = read_dataset(self.dataset, self.path, **{"split": split, "limit": limit, **self.options})
-        except ValueError as error:
-            if self.name is None:
-                raise
-            raise type(error)(f"data.mixture, set {self.name!r}: {error}") from error
-        counts, examples = dataset.counts, list(dataset)
-        for other in others if split == "train" else ():
-            # one that reads the same file in another way may hold out what this one trains on
-            if other.name == self.name or not self.reads_as(other) or dict(self.options) == dict(other.options):
-                continue
-            heldout, _ = other.read("heldout")
-            ids = {example.id for example in heldout} - {None}
-            groups = {example.group for example in heldout} - {None}
-            kept = [example for example in examples if example.id not in ids and example.group not in groups]
-            counts.drop(f"held out by set {other.name}", len(examples) - len(kept))
-            examples = kept
-        return examples, counts
-
-    def reads_as(self, other: Source) -> bool:
-        """Whether both read the same file, folder or set on the Hub; False for what isn't there."""
-        try:
-            (reader, path), (its_reader, its_path) = (locate(each.dataset, each.path) for each in (self, other))
-        except ValueError:
-            return False
-        if path is None or its_path is None or reader != its_reader:
-            return False
-        if on_hub(path) or on_hub(its_path):
-            return str(path) == str(its_path)
-        return Path(path).resolve() == Path(its_path).resolve()
-
-
-def sources(data: DataConfig) -> list[Source]:
-    """The sets of a configuration: those of its mixture, or the one there is."""
-    if data.mixture and data.path is not None and Path(data.path).is_file():
-        raise ValueError(
-            f"data.path={data.path} is a file, but with data.mixture it is the folder of the mixture's files: "
-            f"data={data.path} takes it in the place of the mixture"
-        )
-
-    def options(entry: DataConfig | MixtureEntry) -> dict[str, Any]:
-        given = {"seed": data.seed, **entry.options}
-        for name in ("num_documents", "heldout_share"):
-            value = getattr(data, name) if getattr(entry, name) is None else getattr(entry, name)
-            given |= {} if value is None else {name: value}
-        return given
-
-    if not data.mixture:
-        return [Source(None, data.dataset, data.path, options(data), query_template=data.query_template)]
-    return [
-        Source(
-            entry.name,
-            entry.dataset,
-            entry.path if data.path is None or entry.path is None else below(data.path, entry.path),
-            options(entry),
-            entry.weight,
-            entry.limit,
-            entry.query_template or data.query_template,
-        )
-        for entry in data.mixture
-    ]
 
 
 def prompt_builder(data: DataConfig, tokenizer: Any) -> PromptBuilder:

@@ -20,7 +20,8 @@ from comb.evaluation.table import FittedTable
 from comb.model.weights import check_checkpoint
 from comb_training.config import Config
 from comb_training.data.batches import join_questions
-from comb_training.data.mixture import prompt_builder, sources
+from comb_training.data.mixture import prompt_builder
+from comb_training.data.sources import sources
 from comb_training.data.token_statistics import TokenStatistics, data_table, statistics_by_set
 from comb_training.models import training_method
 from comb_training.models.method import check_options, model_tokenizer, options_named
