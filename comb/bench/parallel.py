@@ -148,10 +148,9 @@ def measure_parallel(
         few = prompt.segments[:2]
         for method in made.values():
             executor.check(method)
-            logits = []
-            for picaches in (executor.compile(method, few), [method.compile([segment])[0] for segment in few]):
-                logits.append(method.link(picaches, prompt.query).logits[0])
-            check_logits(f"{method.name!r} over workers differs", logits[0], logits[1], method.backbone.dtype)
+            compiled = executor.compile(method, few), [method.compile([segment])[0] for segment in few]
+            logits, wanted = (method.link(picaches, prompt.query).logits[0] for picaches in compiled)
+            check_logits(f"{method.name!r} over workers differs", logits, wanted, method.backbone.dtype)
         calls = {(spec, count): partial(once, made[spec], count) for spec in specs for count in workers}
         taken = in_turns(calls, options.repeats)
     finally:

@@ -161,6 +161,7 @@ def test_a_share_is_of_the_memory_that_the_pool_is_made_in(tmp_path: Path) -> No
 
 @pytest.mark.vllm
 def test_documents_without_a_pool_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("vllm")
     from comb_serving.vllm.admission import check_arguments
 
     monkeypatch.delenv("COMB_INSTANCE_DIR", raising=False)
