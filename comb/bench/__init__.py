@@ -1,8 +1,8 @@
 """`comb bench`: methods compared on the same work. What each command measures is in docs/benchmarks.md.
 
 A benchmark is one file here: options in, rows out. `harness` makes a command of it and tables, JSON, Markdown and a
-plot of its rows; `options` has the options that benchmarks share. Files are
-imported when a benchmark is asked for, as they import more than `comb --help` needs.
+plot of its rows; `options` has the options that benchmarks share. Files are imported when a benchmark is asked for, as
+they import more than `comb --help` needs.
 """
 
 from __future__ import annotations

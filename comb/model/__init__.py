@@ -2,6 +2,6 @@
 
 A backbone or the name of a checkpoint enters `modeling.CombForCausalLM`, token ids enter its `encode`; PICaches leave
 it, and the backbone's own outputs. `config` says what an adapter looks like, `initialization` what it starts from,
-`pretrained` and `weights` how it is saved and loaded, `conversion` how the published COMB release becomes one, `source`
+`adapter` and `weights` how it is saved and loaded, `conversion` how the published COMB release becomes one, `source`
 how another process loads the same model.
 """

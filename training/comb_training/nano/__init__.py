@@ -1,7 +1,8 @@
 """The nano backbones: a small question-answering Llama, a hybrid made from it, and the world that both know.
 
-`nano-ledger` is another hybrid with a task of its own (`ledger`), in which later documents overwrite earlier ones. The
-checkpoints come with the package, under the names `nano`, `nano-hybrid` and `nano-ledger`; `scripts/nano` makes them.
+`nano-ledger` is another hybrid with a task of its own (`world.ledger`), in which later documents overwrite earlier
+ones. The checkpoints come with the package, under the names `nano`, `nano-hybrid` and `nano-ledger`; `scripts/nano`
+makes them.
 """
 
 from __future__ import annotations
