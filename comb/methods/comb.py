@@ -88,7 +88,7 @@ class Comb(Method):
             with exclusive(self.model), counted_passes() as passed:
                 past, head_tokens, _ = behind_prefix(self, rows[0], None)
                 if past is not None:
-                    state = self.continue_row(past, rows[0])
+                    state = self._behind(past, prompts[0], rows[0])
                     state.passed, state.head_tokens = state.passed + passed.tokens, head_tokens
                     return state
         input_ids, attention_mask = self.tensors(prompts)
@@ -104,7 +104,10 @@ class Comb(Method):
 
     def continue_row(self, past: PastState, row: LinkRequest) -> DecodeState:
         """The query goes on; `row` is whole, with all documents of the conversation."""
-        state = self.continue_tokens(past, self._prompt(row)[len(past.token_ids) :])
+        return self._behind(past, self._prompt(row), row)
+
+    def _behind(self, past: PastState, prompt: Sequence[int], row: LinkRequest) -> DecodeState:
+        state = self.continue_tokens(past, prompt[len(past.token_ids) :])
         state.model = self.model
         return self._reading(state, [row])
 

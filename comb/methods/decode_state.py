@@ -171,10 +171,8 @@ class DecodeState:
                     extra[cache_argument(self.model, past)] = past
                 # a cache of states takes the mask of its new tokens only
                 seen = mask[:, start + first : end] if isinstance(past, StateCache) else mask[:, :end]
-                if first == 0 and self.prefix_tokens is not None:
-                    outputs.append(self.model(part, seen, prefix_tokens=self.prefix_tokens, **extra))
-                else:
-                    outputs.append(self.model(input_ids=part, attention_mask=seen, **extra))
+                prefix = {} if first or self.prefix_tokens is None else {"prefix_tokens": self.prefix_tokens}
+                outputs.append(self.model(input_ids=part, attention_mask=seen, **prefix, **extra))
         logits = torch.cat([output.logits[0].float() for output in outputs])
         check_logits(logits)
         return logits[-len(answer_ids) :]

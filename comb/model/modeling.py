@@ -451,8 +451,8 @@ def _reading(prefix_tokens: Sequence[int] | None, mask: Tensor | None, *inputs: 
         return None
     rows, tokens = given.shape[:2]
     own = torch.ones(rows, tokens, dtype=torch.long, device=given.device) if mask is None else mask[:, -tokens:]
-    first = torch.tensor(prefix_tokens, device=own.device)
-    if first.shape != (rows,) or bool((first < 0).any()) or bool((first >= own.sum(-1)).any()):
+    first = on_device(torch.tensor(prefix_tokens), own.device)
+    if first.shape != (rows,) or bool(((first < 0) | (first >= own.sum(-1))).any()):
         raise ValueError(
             f"prefix_tokens {list(prefix_tokens)}: one number for each of {rows} rows, less than the row has tokens "
             f"({own.sum(-1).tolist()}), as what asks about documents stands behind the prefix"

@@ -18,7 +18,7 @@ from vllm.v1.core.sched.async_scheduler import AsyncScheduler
 from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.engine import FinishReason
 
-from comb_serving.pool.capability import MARK
+from comb_serving.pool.capability import MARK, Capability
 from comb_serving.vllm.decoder_pool import capability_of, token_of
 
 if TYPE_CHECKING:  # what it is mixed into
@@ -70,9 +70,7 @@ class CheckedScheduler(SchedulerClass):
 
         Raises ValueError for a request that is to be refused.
         """
-        check_request(request)
-        token = token_of(request)
-        capability = None if token is None else capability_of(token)
+        capability = check_request(request)
         prefix = 0 if capability is None else capability.prefix_of(request.prompt_token_ids)
         if capability is None or prefix < self.hash_block_size:
             return
@@ -119,10 +117,13 @@ class CheckedScheduler(SchedulerClass):
         return found
 
 
-def check_request(request: Any) -> None:
-    """Raises ValueError unless a request's salt and documents belong together, and both to it."""
+def check_request(request: Any) -> Capability | None:
+    """What a request brings. Raises ValueError unless its salt and documents belong together, and both to it."""
     token = token_of(request)
     if token is not None:
-        capability_of(token).check(request.request_id, request.cache_salt, request.prompt_token_ids)
-    elif (request.cache_salt or "").startswith(MARK):
+        capability = capability_of(token)
+        capability.check(request.request_id, request.cache_salt, request.prompt_token_ids)
+        return capability
+    if (request.cache_salt or "").startswith(MARK):
         raise ValueError("its documents were lost inside vLLM")
+    return None
