@@ -4,17 +4,28 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
-from comb import PICEngine, methods
+from comb import PICacheStore, PICEngine, methods
 from comb.backbones import identity
 from comb.backbones.identity import identity_of, one_walk, weights_fingerprint
 from comb.linking.support import find_support
 from tests.helpers.families import tiny
-from tests.helpers.tiny_engine import CITY, LAKE, QUESTION, TEMPLATE, make_backbone, make_comb, make_tokenizer
+from tests.helpers.tiny_engine import (
+    CITY,
+    LAKE,
+    NEW,
+    QUESTION,
+    TEMPLATE,
+    make_backbone,
+    make_comb,
+    make_tokenizer,
+    states,
+)  # fmt: skip
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -29,10 +40,6 @@ def optimizer_step(model: Any) -> None:
     weight.grad = None
 
 
-def other_weights(model: Any) -> None:
-    model.load_state_dict({name: tensor + 0.25 for name, tensor in model.state_dict().items()})
-
-
 def swapped_rows(model: Any) -> None:
     weight = model.model.layers[0].self_attn.k_proj.weight
     with torch.no_grad():
@@ -44,28 +51,25 @@ def replaced_weight(model: Any) -> None:
     layer.weight = torch.nn.Parameter(layer.weight.detach() * 2)
 
 
-def assigned_weights(model: Any) -> None:
-    model.load_state_dict({name: tensor * 2 for name, tensor in model.state_dict().items()}, assign=True)
-
-
 def replaced_layer(model: Any) -> None:
     layers = model.model.layers
     layers[1] = copy.deepcopy(layers[0])
     layers[1].self_attn.layer_idx = 1
 
 
-def other_dtype(model: Any) -> None:
-    model.to(torch.float64)
+CHANGES: list[Change] = [
+    optimizer_step,
+    lambda model: model.load_state_dict({name: tensor + 0.25 for name, tensor in model.state_dict().items()}),
+    swapped_rows,
+    replaced_weight,
+    lambda model: model.load_state_dict({name: 2 * tensor for name, tensor in model.state_dict().items()}, assign=True),
+    replaced_layer,
+    lambda model: model.to(torch.float64),
+    lambda model: model.model.layers[0].mlp.gate_proj.qweight.fill_(5),
+]
 
 
-def changed_buffer(model: Any) -> None:
-    model.model.layers[0].mlp.gate_proj.qweight[0] = 5
-
-
-CHANGES = [optimizer_step, other_weights, swapped_rows, replaced_weight, assigned_weights, replaced_layer, other_dtype]
-
-
-@pytest.mark.parametrize("change", [*CHANGES, changed_buffer])
+@pytest.mark.parametrize("change", CHANGES)
 def test_a_change_of_weights_is_another_identity(change: Change) -> None:
     model = tiny("llama", std=0.15)
     model.model.layers[0].mlp.gate_proj.register_buffer("qweight", torch.tensor([1, 2, 3], dtype=torch.int32))
@@ -116,6 +120,65 @@ def test_adapters_added_switched_off_scaled_and_merged_are_other_identities() ->
     model.delete_adapter("default")
     names.append(weights_fingerprint(plain))
     assert len(set(names)) == len(names)
+
+
+def lora(seed: int, folder: Path, **options: Any) -> Path:
+    peft = pytest.importorskip("peft")
+    backbone = make_backbone()
+    settings = {"r": 4, "lora_alpha": 8, "target_modules": ["k_proj", "v_proj", "up_proj"], **options}
+    torch.manual_seed(seed)
+    made = peft.get_peft_model(backbone, peft.LoraConfig(**settings, init_lora_weights=False, task_type="CAUSAL_LM"))
+    made.save_pretrained(folder / str(seed))
+    return folder / str(seed)
+
+
+@pytest.mark.parametrize("prepared", [False, True])
+@pytest.mark.parametrize(
+    ("seed", "other"),
+    # the last: the same numbers, and nothing but a scale changes, which may be a tensor that peft fills
+    [(2, {}), (2, {"lora_alpha": 24}), (2, {"r": 2}), (1, {"lora_alpha": 24})],
+)
+def test_an_adapter_that_peft_exchanges_is_another(
+    prepared: bool, seed: int, other: dict[str, int], tmp_path: Path
+) -> None:
+    peft = pytest.importorskip("peft")
+    from peft.utils.hotswap import hotswap_adapter, prepare_model_for_compiled_hotswap
+
+    first, second = lora(1, tmp_path / "first"), lora(seed, tmp_path, **other)
+    model = peft.PeftModel.from_pretrained(make_backbone(), first).eval()
+    if prepared:
+        prepare_model_for_compiled_hotswap(model, target_rank=4)
+    engine = PICEngine(model, make_tokenizer(), method="naive", store=PICacheStore(disk_path=tmp_path / "disk"))
+    answers = []
+    for folder in (first, second, first):
+        hotswap_adapter(model, folder, "default")
+        answers.append(engine.ask(QUESTION, [LAKE, CITY], max_new_tokens=NEW))
+        loaded = peft.PeftModel.from_pretrained(make_backbone(), folder).eval()
+        plain = PICEngine(loaded, make_tokenizer(), method="naive").ask(QUESTION, [LAKE, CITY], max_new_tokens=NEW)
+        assert answers[-1].token_ids == plain.token_ids
+    assert answers[0].token_ids != answers[1].token_ids
+    assert states(answers[1]) == ["compiled", "compiled"]
+    assert states(answers[2]) == ["hit", "hit"]  # it is known who was here before
+
+
+def test_an_adapter_that_transformers_exchanges_is_another(tmp_path: Path) -> None:
+    pytest.importorskip("peft")
+    folders = [lora(seed, tmp_path) for seed in (1, 2, 3)]
+    model = make_backbone()
+    model.enable_peft_hotswap(target_rank=4)
+    model.load_adapter(str(folders[0]), "default")
+    chat = PICEngine(model, make_tokenizer(template=TEMPLATE), method="naive").conversation([LAKE, CITY])
+    store, answers = PICacheStore(), []
+    for folder in folders:
+        model.load_adapter(str(folder), "default", hotswap=True)
+        loaded = make_backbone()
+        loaded.load_adapter(str(folder), "default")
+        for each, options in ((model, {"store": store}), (loaded, {})):
+            engine = PICEngine(each, make_tokenizer(template=TEMPLATE), method="naive", **options)
+            answers.append(engine.ask(QUESTION, [LAKE, CITY], max_new_tokens=NEW).token_ids)
+        assert answers[-2] == answers[-1]
+        assert "weights have changed" in chat.ask(QUESTION, max_new_tokens=1).report.relinked or len(answers) == 2
+    assert len(set(answers)) == len(folders)
 
 
 def test_moving_or_copying_the_same_weights_is_the_same_model() -> None:
@@ -177,16 +240,3 @@ def test_one_walk_lasts_for_one_call_and_compiling_looks_again() -> None:
             assert identity_of(model) is not known
         assert identity_of(model) is known
     assert identity_of(model) is not known
-
-
-def test_weights_that_change_between_compiling_and_linking_are_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
-    engine = PICEngine(make_backbone(), make_tokenizer(), method="naive")
-    compile = engine.method.compile
-
-    def late(segments: Any) -> Any:  # another thread's optimizer, while documents wait for the model
-        optimizer_step(engine.model)
-        return compile(segments)
-
-    monkeypatch.setattr(engine.method, "compile", late)
-    with pytest.raises(ValueError, match="ask again"):
-        engine.ask(QUESTION, [LAKE], max_new_tokens=1)
