@@ -1,4 +1,4 @@
-"""MAC attention in transformers: exact where nothing matches, restored afterwards, never another prompt's summaries."""
+"""MAC attention in transformers: exact where nothing matches or it can't stand in, never another prompt's summaries."""
 
 from __future__ import annotations
 
@@ -9,26 +9,30 @@ import pytest
 import torch
 from torch import Tensor
 from transformers import DynamicCache
+from transformers.cache_utils import DynamicLayer
 
 from comb.backbones.forward import decoder_of
 from comb.mac import MacSession, mac
+from comb.mac.rotation import UnsupportedModelError, find_queries
 from comb.mac.session import KeysIdentity
 from tests.helpers.families import tiny
 from tests.helpers.mac_models import FREE, NEVER, NEW, batch, decode, forward, model_of
 
 pytestmark = pytest.mark.usefixtures("one_thread")
-
 # --- M10: generate() ------------------------------------------------------------------------------------------------
 
 REUSED = {
     "llama": 4, "qwen3": 4, "mistral_full": 4, "deepseek_v2": 4, "deepseek_v3": 4, "qwen3_moe": 4, "qwen3_next": 1,
-    "falcon_h1": 4, "gemma3": 2, "yarn": 4, "phi": 4, "three_to_one": 4, "five_to_one": 4,
+    "falcon_h1": 4, "gemma3": 2, "yarn": 4, "phi": 4, "three_to_one": 4, "five_to_one": 4, "eager": 4,
 }  # fmt: skip
 
 
 @pytest.mark.parametrize(("family", "layers"), REUSED.items(), ids=list(REUSED))
 def test_without_a_match_generation_is_exact(family: str, layers: int) -> None:
-    model, (ids, mask) = model_of(family), batch()
+    model, (ids, mask) = model_of("llama" if family == "eager" else family), batch()
+    if family == "eager":
+        model.set_attn_implementation("eager")
+    implementation = model.config._attn_implementation
     tokens, logits = decode(model, ids, mask)
     for config in (NEVER, replace(FREE, band=10**6)):
         with mac(model, config) as session:
@@ -41,6 +45,7 @@ def test_without_a_match_generation_is_exact(family: str, layers: int) -> None:
         assert report.hit_rate == 0.0
         assert report.read_share == 1.0
     assert report.steps == NEW - 1
+    assert model.config._attn_implementation == implementation
 
     with mac(model, FREE) as session:
         _, free = decode(model, ids, mask)
@@ -49,17 +54,26 @@ def test_without_a_match_generation_is_exact(family: str, layers: int) -> None:
     assert float((logits - free).abs().max()) > 1e-2  # reuse is noticed, so the equality above says something
 
 
-def test_audits_of_exact_steps_find_nothing() -> None:
-    model, (ids, mask) = model_of("llama"), batch()
-    with mac(model, NEVER) as session:
+@pytest.mark.parametrize(
+    ("dtype", "cast", "bound"),
+    [(torch.float32, False, 1e-5), (torch.float32, True, 1e-5), (torch.bfloat16, False, 1e-2)],  # 8 bits of mantissa
+    ids=["float32", "autocast", "bfloat16"],
+)
+def test_audits_of_exact_steps_find_nothing(dtype: torch.dtype, cast: bool, bound: float) -> None:
+    """Under autocast sums aren't taken in 16 bits."""
+    model, (ids, mask) = model_of("llama").to(dtype), batch()
+    config = replace(NEVER, audit_bound=100 * bound)
+    with mac(model, config) as session, torch.autocast("cpu", torch.bfloat16, enabled=cast):
         decode(model, ids, mask)
     for layer in session.report().layers:
         assert layer.audits == (NEW - 1) // 4
         assert layer.error_max is not None
-        assert layer.error_max < 1e-5
+        assert layer.error_max < bound
         assert not layer.off
         assert layer.band_mass is not None
         assert 0 < layer.band_mass < 1
+    with mac(model, FREE):
+        assert decode(model, ids, mask)[1].isfinite().all()
 
 
 def test_rows_of_a_batch_are_as_if_alone() -> None:
@@ -103,26 +117,6 @@ def test_two_models_in_turn() -> None:
         assert torch.equal(torch.cat(own, 1), expected)
         assert session.report().events == {}
         assert len(session.report().layers) == 4
-
-
-def test_bfloat16_and_eager() -> None:
-    model, (ids, mask) = model_of("llama").bfloat16(), batch()
-    with mac(model, FREE):
-        _, logits = decode(model, ids, mask)
-    assert logits.isfinite().all()
-    with mac(model, NEVER, audit_bound=None) as session:
-        decode(model, ids, mask)
-    assert session.report().error_max is not None
-    assert session.report().error_max < 1e-2  # eight bits of mantissa
-    model = model_of("llama")
-    model.set_attn_implementation("eager")
-    tokens, logits = decode(model, ids, mask)
-    with mac(model, NEVER) as session:
-        again, close = decode(model, ids, mask)
-    assert model.config._attn_implementation == "eager"
-    assert torch.equal(tokens, again)
-    assert torch.equal(logits[:, 0], close[:, 0])
-    assert len(session.report().layers) == 4
 
 
 # --- M8: another prompt, a cropped, reordered or swapped cache ------------------------------------------------------
@@ -309,3 +303,181 @@ def test_padding_that_changes_is_noticed() -> None:
         assert len({id(layer.start) for layer in session._layers.values()}) == 1
         again, _ = decode(model, ids.flip(0), mask.flip(0))
     assert torch.equal(again.flip(0), tokens)
+
+
+# --- queries as they were before their rotary embedding -------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("family", "producer"),
+    [("llama", "q_proj"), ("qwen3", "q_norm"), ("yarn", "q_proj"), ("phi", "q_proj"), ("dynamic_ntk", "q_proj"),
+     ("deepseek_v3", "q_proj"), ("smollm3", "q_proj")],
+)  # fmt: skip
+def test_queries_are_those_before_the_rotary_embedding(family: str, producer: str) -> None:
+    model = model_of(family)
+    ids, _ = batch(rows=1, length=60 if family == "dynamic_ntk" else 40)
+    made: dict[int, Tensor] = {}
+    for index, layer in enumerate(decoder_of(model).layers):
+
+        def keep(module: Any, args: Any, output: Tensor, index: int = index) -> None:
+            made[index] = output
+
+        getattr(layer.self_attn, producer).register_forward_hook(keep)
+    config = replace(FREE, window=64)
+    with torch.no_grad(), mac(model, config) as session:
+        model(ids, past_key_values=DynamicCache(config=model.config))
+        states = session.states()
+        assert len(states) == len(decoder_of(model).layers)
+        for index, state in states.items():
+            query = made[index].reshape(ids.shape[1], *state.query.shape[2:])
+            kept = state.query[0, : ids.shape[1]]
+            if family == "deepseek_v3":  # it also reorders the channels, which leaves distances as they are
+                query, kept = query.sort(-1)[0], kept.sort(-1)[0]
+            assert float((query - kept).abs().max()) < 2e-4 * float(query.abs().max())
+
+
+def test_rotated_queries_would_be_noticed() -> None:
+    model, (_ids, _) = model_of("llama"), batch(rows=1)
+    queries = find_queries(model)[1]
+    rotated = torch.randn(1, 4, 40, 8, generator=torch.Generator().manual_seed(0))
+    turned = queries.unrotated(rotated, torch.arange(40)[None])
+    assert torch.equal(turned[:, :, 0], rotated[:, :, 0])
+    assert float((turned - rotated)[:, :, 1:].abs().amax(-1).min()) > 1e-2
+    assert torch.allclose(turned.norm(dim=-1), rotated.norm(dim=-1), atol=1e-5)
+
+
+# --- what is left to exact attention --------------------------------------------------------------------------------
+
+
+STATIC = {"cache_implementation": "static", "disable_compile": True}
+
+
+@pytest.mark.parametrize(
+    ("family", "given", "reasons"),
+    [
+        ("mistral", {}, {"sliding window"}),
+        ("gemma2", {}, {"sliding window", "soft cap"}),
+        ("gpt_oss", {}, {"sliding window", "attention sinks"}),
+        ("opt", {}, {"queries that no rotary embedding explains"}),
+        ("gpt2", {}, {"queries that no rotary embedding explains"}),
+        ("llama", STATIC, {"static cache"}),
+        ("llama", {"hole": (0, 20)}, {"mask with holes"}),
+    ],
+)
+def test_what_mac_does_not_know_is_exact_and_counted(family: str, given: dict[str, Any], reasons: set[str]) -> None:
+    model, (ids, mask) = model_of(family), batch()
+    if "hole" in given:
+        mask[given["hole"]], given = 0, {}
+    tokens, logits = decode(model, ids, mask, **given)
+    with mac(model, FREE) as session:
+        again, same = decode(model, ids, mask, **given)
+    assert torch.equal(tokens, again)
+    assert torch.equal(logits, same)
+    report = session.report()
+    assert set(report.exact) == reasons
+    assert report.layers == ()
+    layers = len(find_queries(model))
+    assert sum(report.exact.values()) == layers * (NEW - 1)
+
+
+@pytest.mark.parametrize(("family", "layers"), [("doge", 4), ("llama4", 3)])
+def test_keys_that_a_layer_chooses_by_itself_are_noticed(family: str, layers: int) -> None:
+    """Dynamic masks and chunks are nowhere but in the mask that attention gets."""
+    model, (ids, _) = model_of(family), batch(rows=1)
+
+    def run() -> Tensor:
+        cache = DynamicCache()  # it isn't told the model's kinds of layers, so it keeps all keys of all of them
+        return torch.stack([forward(model, part, cache) for part in (ids, *ids[:, :6].split(1, dim=1))])
+
+    plain = run()
+    with mac(model, NEVER) as session:
+        again = run()
+    assert float((plain - again).abs().max()) < 1e-4
+    assert session.report().exact == {"mask of the layer's own": 6 * layers}
+
+
+def test_single_steps_that_are_exact() -> None:
+    class QuantizedLayer(DynamicLayer):
+        """As transformers' own, whose keys aren't what attention sees; without the packages that those need."""
+
+    model, (ids, _) = model_of("llama"), batch(rows=1)
+    cache, quantised = DynamicCache(config=model.config), DynamicCache()
+    quantised.layers = [QuantizedLayer() for _ in range(4)]
+    with mac(model, FREE) as session, torch.no_grad():
+        forward(model, ids, cache)
+        model(ids[:, :1], past_key_values=cache, attention_mask=torch.ones(1, 1, 1, 41, dtype=torch.bool))
+        model(ids[:, :1], use_cache=False)
+        forward(model, ids, quantised)
+        forward(model, ids[:, :1], quantised)
+    assert session.report().exact == {"mask of the caller's own": 4, "no cache": 4, "quantised cache": 4}
+
+
+@pytest.mark.parametrize("by", ["argument", "configuration"])
+def test_attention_weights_that_are_asked_for_are_given(by: str) -> None:
+    model, (ids, _) = model_of("llama"), batch(rows=1)
+    model.set_attn_implementation("eager")
+    model.config.output_attentions = by == "configuration"
+    arguments = {"output_attentions": True} if by == "argument" else {}
+
+    def run() -> Any:
+        cache = DynamicCache(config=model.config)
+        forward(model, ids, cache)
+        with torch.no_grad():
+            return model(ids[:, :1], past_key_values=cache, **arguments).attentions
+
+    plain = run()
+    with mac(model, FREE) as session:
+        again = run()
+    assert session.report().exact == {"attention weights asked for": 4}
+    assert len(again) == len(plain) == 4
+    assert all(torch.equal(*pair) for pair in zip(plain, again, strict=True))
+
+
+def test_gradients_flow_through_exact_attention() -> None:
+    model, (ids, _) = model_of("llama"), batch(rows=1)
+    cache = DynamicCache(config=model.config)
+    with mac(model, FREE) as session:
+        forward(model, ids, cache)
+        loss = model(ids[:, :1], past_key_values=cache).logits.square().mean()
+        loss.backward()
+    assert session.report().exact == {"gradients": 4}
+    assert float(model.model.layers[0].self_attn.q_proj.weight.grad.abs().max()) > 0
+
+
+def test_short_prompts_are_exact_until_they_are_long_enough() -> None:
+    model, (ids, _) = model_of("llama"), batch(rows=1)
+    plain = decode(model, ids)[1]
+    with mac(model, FREE, min_length=50) as session:
+        mixed = decode(model, ids)[1]
+    report = session.report()
+    assert report.exact == {"below min_length": 4 * 10}  # positions 40 to 49
+    assert report.hit_rate > 0.9  # rows were kept before, so the first search succeeds
+    assert torch.equal(plain[:, :11], mixed[:, :11])
+    assert not torch.equal(plain[:, 11:], mixed[:, 11:])
+
+
+def test_layers_are_switched_off_by_an_audit() -> None:
+    model, (ids, _) = model_of("llama"), batch(rows=1)
+    plain = decode(model, ids)[1]
+    with mac(model, FREE, audit_every=1, audit_bound=0.0) as session:
+        audited = decode(model, ids)[1]
+    report = session.report()
+    assert all("audit: error" in layer.off for layer in report.layers)
+    assert torch.equal(plain, audited)  # found out at the first step, which takes the exact output
+    with mac(model, FREE, audit_every=1, audit_bound=None) as session:
+        free = decode(model, ids)[1]
+    assert not any(layer.off for layer in session.report().layers)
+    assert session.report().error_max > 0.1  # type: ignore[operator]
+    assert not torch.equal(plain, free)
+
+
+@pytest.mark.parametrize(
+    ("family", "message"), [
+        ("gptj", "its own code"), ("bloom", "position_ids"), ("mpt", "position_ids"), ("deepseek_v32", "indexer"),
+    ],
+)  # fmt: skip
+def test_models_that_mac_cannot_stand_in_for_are_refused(family: str, message: str) -> None:
+    model = model_of(family)
+    with pytest.raises(UnsupportedModelError, match=message), mac(model):
+        pass
+    assert model.config._attn_implementation in ("eager", "sdpa")
