@@ -21,8 +21,8 @@ from comb.methods.decode_state import DecodeState
 from comb.methods.prefix import prefixes_of
 from tests.comb.test_conversation import engine_of
 from tests.comb.test_conversation import model_of as text_model
+from tests.helpers import hybrids
 from tests.helpers.families import tiny
-from tests.helpers.hybrids import tiny_hybrid
 from tests.helpers.layer_tokens import layer_tokens
 from tests.helpers.tiny_engine import CITY, LAKE, QUESTION, TEMPLATE, idle, make_backbone, make_comb, make_tokenizer
 
@@ -48,9 +48,12 @@ WARM = {
 WARM_HYBRID = {"hypic:4": 6 + 16, "addition": 6, "prefix": 6}
 ATTENTION = ("llama", "gemma3", "mistral", "deepseek_v3", "bloom", "qwen3")
 HYBRIDS = ("qwen3_next", "bamba", "minimax", "jamba", "lfm2", "falcon_h1", "mamba", "mamba2")
+# learned positions and none, sinks, other windows; and the rest of the hybrids
+OTHERS = ("gpt2", "opt", "gptj", "gpt_oss", "exaone4", "mpt", *sorted({*hybrids.HYBRIDS} - {*HYBRIDS}))
 CASES = [
     *((family, spec) for family in ATTENTION for spec in WARM),
     *((family, spec) for family in HYBRIDS for spec in WARM_HYBRID),
+    *((family, "prefix") for family in OTHERS),
 ]
 
 
@@ -58,13 +61,13 @@ CASES = [
 def model_of(family: str) -> Any:
     if family == "mistral":  # a window that ends inside of the head
         return tiny(family, std=0.15, sliding_window=90)
-    return tiny_hybrid(family) if family in HYBRIDS else tiny(family, std=0.15)
+    return hybrids.tiny_hybrid(family) if family in hybrids.HYBRIDS else tiny(family, std=0.15)
 
 
 @pytest.fixture(autouse=True)
 def empty() -> None:
     """Models are shared by the tests, their heads aren't."""
-    for family in (*ATTENTION, *HYBRIDS):
+    for family in (*ATTENTION, *HYBRIDS, *OTHERS):
         prefixes_of(model_of(family)).clear()
 
 
@@ -169,9 +172,10 @@ def test_a_new_head_is_found_as_far_as_it_begins_like_another(family: str, monke
     check_integrity(prefixes_of(method.backbone))
 
 
-def test_one_other_token_or_weight_or_tenant_is_another_head(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("spec", ["naive", "prefix"])
+def test_one_other_token_or_weight_or_tenant_is_another_head(spec: str, monkeypatch: pytest.MonkeyPatch) -> None:
     model = tiny("llama", std=0.15)
-    method = methods.create("naive", model)
+    method = methods.create(spec, model)
     picaches = method.compile(DOCUMENTS)
     assert linked(method, picaches)[0].head_tokens == 0
     for place in (0, 20, 39):
@@ -189,7 +193,7 @@ def test_one_other_token_or_weight_or_tenant_is_another_head(monkeypatch: pytest
     assert error(state.logits, afresh(method, picaches, monkeypatch)) < EXACT
     # copies and pickles of a model take no cached head along
     for clone in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
-        assert linked(methods.create("naive", clone), picaches)[0].head_tokens == 0
+        assert linked(methods.create(spec, clone), picaches)[0].head_tokens == 0
 
 
 @pytest.mark.parametrize("family", ["llama", "mistral", "qwen3_next", "minimax"])
