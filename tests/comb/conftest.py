@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 import torch
@@ -56,3 +57,12 @@ def engine(comb_model: CombForCausalLM, tokenizer: PreTrainedTokenizerFast) -> I
     engine = PICEngine(comb_model, tokenizer)
     yield engine
     idle(engine.store)
+
+
+@pytest.fixture(scope="module")
+def backbone_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The backbone and its tokenizer, saved."""
+    path = tmp_path_factory.mktemp("backbone")
+    make_backbone().save_pretrained(path)
+    make_tokenizer().save_pretrained(path)
+    return path

@@ -3,18 +3,18 @@
 from __future__ import annotations
 
 import random
-import threading
 from collections.abc import Iterator
-from concurrent.futures import BrokenExecutor, Future
+from concurrent.futures import BrokenExecutor, Future, ThreadPoolExecutor
 from dataclasses import asdict, replace
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
 
-from comb import methods
+from comb import CombForCausalLM, methods
 from comb.cache.picache import PICache
 from comb.engine.engine import PICEngine
 from comb.engine.workers import CompileExecutor, Deadline
@@ -24,10 +24,11 @@ from comb.engine.workers.ray_actors import Compiler, Reply
 from comb.methods.base import Method
 from comb.methods.presets import Naive
 from comb.model.source import ModelSource
+from tests.helpers.families import open_gates
 from tests.helpers.hybrids import tiny_hybrid
 from tests.helpers.parallel import Inside
 from tests.helpers.parallel_faults import FAULT_TOKEN
-from tests.helpers.tiny_engine import BOOK, CITY, LAKE, NEW, QUESTION, make_backbone, make_comb, make_tokenizer
+from tests.helpers.tiny_engine import BOOK, CITY, LAKE, NEW, QUESTION, make_backbone, make_tokenizer
 
 # sums are taken in the order of a worker, which has one thread
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -38,23 +39,12 @@ METHODS = ["comb", "naive", "legolink:4", "legolink-0", "cacheblend:0.5", "focus
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """An adapter, and its backbone beside it."""
-    path = tmp_path_factory.mktemp("parallel")
-    make_backbone().save_pretrained(path / "backbone")
-    make_tokenizer().save_pretrained(path / "backbone")
-    from comb import CombForCausalLM
-
-    model = CombForCausalLM.from_backbone(str(path / "backbone"), num_encoder_layers=2)
-    for ours, theirs in zip(model.cross_blocks, make_comb().cross_blocks, strict=True):
-        ours.load_state_dict(theirs.state_dict())
-    model.save_pretrained(path / "adapter", tokenizer=make_tokenizer())
-    return path
-
-
-@pytest.fixture(scope="module")
-def source(folder: Path) -> ModelSource:
-    return ModelSource(str(folder / "adapter"))
+def source(backbone_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> ModelSource:
+    """An adapter."""
+    path = tmp_path_factory.mktemp("adapter")
+    model = open_gates(CombForCausalLM.from_backbone(str(backbone_folder), num_encoder_layers=2), 1.5, 0.5)
+    model.save_pretrained(path, tokenizer=make_tokenizer())
+    return ModelSource(str(path))
 
 
 @pytest.fixture(scope="module")
@@ -123,7 +113,7 @@ def test_methods_that_keep_tokens_only_stay_here(whole: CompileExecutor, model: 
     assert whole.stats == before
 
 
-def test_the_engine_answers_alike_with_and_without_workers(whole: CompileExecutor, model: Any, folder: Path) -> None:
+def test_the_engine_answers_alike_with_and_without_workers(whole: CompileExecutor, model: Any) -> None:
     for method in ("comb", "legolink:4"):
         alone = PICEngine(model, make_tokenizer(), method=method)
         engine = PICEngine(model, make_tokenizer(), method=method, executor=whole)
@@ -142,17 +132,8 @@ def test_the_engine_answers_alike_with_and_without_workers(whole: CompileExecuto
 def test_threads_take_turns(whole: CompileExecutor, model: Any) -> None:
     method = methods.create("naive", model)
     expected = alone(method, SEGMENTS)
-    found: list[bool] = []
-
-    def ask() -> None:
-        found.extend(same(whole.compile(method, SEGMENTS), expected) for _ in range(3))
-
-    threads = [threading.Thread(target=ask) for _ in range(4)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert found == [True] * 12
+    with ThreadPoolExecutor(4) as pool:
+        assert all(pool.map(lambda _: same(whole.compile(method, SEGMENTS), expected), range(12)))
 
 
 # ---- what goes wrong ----
@@ -184,28 +165,18 @@ def test_weights_changed_since_the_workers_loaded_them(whole: CompileExecutor, s
             PICEngine(changed, make_tokenizer(), method=spec, executor=whole)
 
 
-def test_pins_and_references_end_with_a_request_that_fails(
-    whole: CompileExecutor, model: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_pins_and_references_end_with_a_request_that_fails(whole: CompileExecutor, model: Any) -> None:
     engine = PICEngine(model, make_tokenizer(), method="naive", executor=whole)
-
-    def broken(*arguments: Any) -> Any:
-        raise KeyboardInterrupt
-
-    with monkeypatch.context() as patch:
-        patch.setattr(executor_module, "wait", broken)
-        with pytest.raises(KeyboardInterrupt):
-            engine.ask(QUESTION, [LAKE, CITY], max_new_tokens=NEW)
+    with patch.object(executor_module, "wait", side_effect=KeyboardInterrupt), pytest.raises(KeyboardInterrupt):
+        engine.ask(QUESTION, [LAKE, CITY], max_new_tokens=NEW)
     assert engine.store.stats().in_use == 0
     alone = PICEngine(model, make_tokenizer(), method="naive")
-    assert (
-        engine.ask(QUESTION, [LAKE, CITY], max_new_tokens=NEW).token_ids
-        == alone.ask(QUESTION, [LAKE, CITY], max_new_tokens=NEW).token_ids
-    )
+    ours, theirs = (each.ask(QUESTION, [LAKE, CITY], max_new_tokens=NEW).token_ids for each in (engine, alone))
+    assert ours == theirs
     assert engine.store.stats().in_use == 0
 
 
-def test_what_workers_cannot_load_is_said(folder: Path, model: Any, caplog: pytest.LogCaptureFixture) -> None:
+def test_what_workers_cannot_load_is_said(model: Any, caplog: pytest.LogCaptureFixture) -> None:
     failed: Future[None] = Future()
     failed.set_exception(OSError("nothing there"))
 
@@ -215,19 +186,17 @@ def test_what_workers_cannot_load_is_said(folder: Path, model: Any, caplog: pyte
 
     with pytest.raises(RuntimeError, match="a worker could not load 'nowhere': OSError: nothing there"):
         CompileExecutor(Without, 1, "nowhere")
-    if find_spec("ray") is None:
-        with pytest.raises(ValueError, match="pip install 'comb-pic"):
-            PICEngine(model, make_tokenizer(), method="naive", workers=2)
-    with pytest.raises(ValueError, match="made in memory"):
-        PICEngine(make_backbone(), make_tokenizer(), method="naive", workers=2)
     with pytest.raises(ValueError, match="at least one worker"):
         CompileExecutor(Without, 0, "nothing")
-    with pytest.raises(ValueError, match="make it with comb"):
-        PICEngine(model, make_tokenizer(), method=Naive(model), workers=2)
-    with pytest.raises(ValueError, match="or 0 for none"):
-        PICEngine(model, make_tokenizer(), workers=-1)
     with pytest.raises(ValueError, match="plain options"):
         ModelSource("x", {"quantization_config": object()})
+    cases = [(make_backbone(), "naive", 2, "made in memory"), (model, Naive(model), 2, "make it with comb"),
+             (model, "naive", -1, "or 0 for none")]  # fmt: skip
+    if find_spec("ray") is None:
+        cases.append((model, "naive", 2, "pip install 'comb-pic"))
+    for given, method, workers, message in cases:
+        with pytest.raises(ValueError, match=message):
+            PICEngine(given, make_tokenizer(), method=method, workers=workers)
     engine = PICEngine(model, make_tokenizer(), method="full", workers=2)
     assert engine.executor is None
     assert "nothing to compile" in caplog.text
