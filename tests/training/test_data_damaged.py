@@ -13,81 +13,17 @@ import pytest
 
 from comb.documents.datasets import Dataset, read_dataset
 from comb.documents.document import Example
-from tests.helpers.rows import WriteRows
+from tests.helpers.rows import HUB_ROWS, ROWS, Row, WriteRows, article, subtask, task
 
 HALF = "half \udc00 of one"
 UNSEEN = "\u200b\x00\ufeff"
 DAMAGES: tuple[Any, ...] = (" \n", UNSEEN, None, HALF, 3, float("nan"), True, [], ["x", None], {"text": None})
 
-Row = dict[str, Any]
-
-
-def asked(number: int) -> Row:
-    """A question of the official SQuAD."""
-    answers = [{"text": "Ann", "answer_start": 0}, {"text": "Ann B", "answer_start": 0}]
-    return {"id": f"q{number}", "question": f"Who is {number}?", "answers": answers, "is_impossible": False}
-
-
-def article(number: int) -> Row:
-    paragraph = {"context": f"Text of {number}.", "qas": [asked(2 * number), asked(2 * number + 1)]}
-    return {"title": f"T{number}", "paragraphs": [paragraph]}
-
-
-def passages(number: int, name: str) -> list[Row]:
-    return [{"title": f"{name}{number}", name: f"Text {number}.", "isgold": True}, {"title": None, name: "Other."}]
-
-
-def pairs(number: int) -> list[list[str]]:
-    return [[f"k{number}", f"v{number}"], ["other", "thing"]]
-
-
-def instances(number: int) -> list[Row]:
-    return [{"id": f"i{number}", "input": f"in {number}", "output": ["out", "other"]}]
-
-
-ROWS: dict[str, Callable[[int], Row]] = {
-    "jsonl": lambda n: {
-        "documents": [{"text": f"Text {n}.", "title": "T", "id": f"d{n}"}, "More."], "query": f"q{n}?",
-        "answer": "a", "answers": ["b"], "id": n, "group": f"g{n}",
-    },
-    "hotpotqa": lambda n: {"_id": n, "question": f"q{n}?", "answer": "x", "context": [["T", ["One.", "Two."]]]},
-    "musique": lambda n: {"id": n, "question": f"q{n}?", "answers": ["x", "y"], "ctxs": passages(n, "text")},
-    "musique, official": lambda n: {
-        "id": n, "question": f"q{n}?", "answer": "x", "answer_aliases": ["y"], "answerable": True,
-        "paragraphs": passages(n, "paragraph_text"),
-    },
-    "wikihop": lambda n: {"id": n, "query": f"part_of s{n}", "answer": "x", "supports": ["one", "two"]},
-    "nq_open": lambda n: {"question": f"q{n}?", "answers": ["x", "y"], "ctxs": passages(n, "text")},
-    "kv_retrieval": lambda n: {"key": f"k{n}", "value": f"v{n}", "ordered_kv_records": pairs(n)},
-    "samsum": lambda n: {"id": n, "dialogue": f"A: {n}", "summary": f"It is {n}.", "summary2": "Two."},
-    "xsum": lambda n: {"id": n, "document": f"Article {n}.", "summary": f"News {n}."},
-    "multi_news": lambda n: {"document": f"one {n} ||||| two", "summary": f"Both {n}."},
-    "longbench": lambda n: {
-        "_id": n, "dataset": "hotpotqa", "context": f"Passage 1:\na {n}\nPassage 2:\nb", "input": "q?", "answers": ["x"]
-    },
-}  # fmt: skip
-OTHERS: dict[str, Callable[[int], Row]] = {
+OFFICIAL: dict[str, Callable[[int], Row]] = {
     "squad": article,
-    "natural_instructions": lambda n: {
-        "Definition": [f"Do {n}."], "Positive Examples": instances(n + 9), "Instances": instances(n),
-    },
-    "natural_instructions_v1": lambda n: {
-        "Prompt": f"Do {n}.", "Definition": "-", "Examples": {"Positive Examples": instances(n + 9)},
-        "Instances": instances(n),
-    },
-}  # fmt: skip
-HUB: dict[str, Callable[[int], Row]] = {
-    **ROWS,
-    "squad": lambda n: {
-        "id": n, "title": f"T{n}", "context": f"Text {n}.", "question": f"{n}?", "answers": {"text": ["Ann", "Bo"]}
-    },
-    "hotpotqa": lambda n: {
-        "id": n, "question": f"q{n}?", "answer": "x", "context": {"title": ["T"], "sentences": [["One.", "Two."]]}
-    },
-    "natural_instructions": lambda n: {
-        "task_name": f"task{n}_do", "id": n, "definition": f"Do {n}.", "inputs": f"in {n}", "targets": "out"
-    },
-}  # fmt: skip
+    "natural_instructions": lambda n: task(f"kind {n}", count=1),
+    "natural_instructions_v1": lambda n: subtask(Prompt=f"Do {n}."),
+}
 
 
 def damaged(value: Any) -> Iterator[tuple[Any, Any]]:
@@ -155,7 +91,7 @@ def test_texts_that_passages_are_cut_from(write_rows: WriteRows) -> None:
         assert "rows.jsonl:1" in found if isinstance(found, str) else all(map(is_whole, found)), what
 
 
-@pytest.mark.parametrize("name", OTHERS)
+@pytest.mark.parametrize("name", OFFICIAL)
 def test_rows_of_official_files(name: str, tmp_path: Path) -> None:
     def read(rows: list[Row]) -> Dataset:
         if name == "squad":
@@ -167,10 +103,10 @@ def test_rows_of_official_files(name: str, tmp_path: Path) -> None:
         return read_dataset(name, tmp_path)
 
     where = "s.json: data[0]" if name == "squad" else "task0_kind.json"
-    check(read, [OTHERS[name](n) for n in range(3)], where, per_row=2 if name == "squad" else 1)
+    check(read, [OFFICIAL[name](n) for n in range(3)], where, per_row=2 if name == "squad" else 1)
 
 
-@pytest.mark.parametrize("name", HUB)
+@pytest.mark.parametrize("name", HUB_ROWS)
 def test_rows_of_the_hub(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     datasets = pytest.importorskip("datasets", reason="the package datasets is not installed")
 
@@ -178,7 +114,7 @@ def test_rows_of_the_hub(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(datasets, "load_dataset", lambda *a, **k: rows)
         return read_dataset(name.partition(",")[0], "hf://org/name")
 
-    check(read, [HUB[name](n) for n in range(4)], "hf://org/name[0]")
+    check(read, [HUB_ROWS[name](n) for n in range(4)], "hf://org/name[0]")
 
 
 def test_what_is_null_is_dropped_alike_in_files_and_on_the_hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -213,6 +149,82 @@ def test_files_with_a_mark_in_front_packed_or_of_another_system(tmp_path: Path) 
             dataset = read_dataset(name, path, num_documents=1)
             assert len(dataset) == count
             assert all(map(is_whole, dataset))
+
+
+OWN = {"documents": ["x"], "query": "q", "answer": "a"}
+V1, V2 = "natural_instructions_v1", "natural_instructions"
+FILES = {"squad": "s.json", V1: "subtask1_a.json", V2: "task1_a.json"}
+
+
+def question(**fields: Any) -> Row:
+    return {"data": [{"title": "T", "paragraphs": [{"context": "Text.", "qas": [fields]}]}]}
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "message"),
+    [
+        ("jsonl", "1\n{not json", "rows.json:2 is not JSON"),
+        (
+            "jsonl",
+            [OWN, {**OWN, "documents": "text"}],
+            r"rows.json\[1\]: 'documents' is a list of str or dict, got 'text'",
+        ),
+        ("jsonl", [{**OWN, "documents": [3]}], "'documents' is a list of str or dict"),
+        ("jsonl", [OWN, {**OWN, "query": "\ud83d"}], r"rows.json\[1\] holds half of a character"),
+        ("jsonl", [{"documents": ["x"], "answer": "a"}], "there is no 'query'; there is 'documents', 'answer'"),
+        ("jsonl", [{"documents": ["x"], "query": "q"}], r"rows.json\[0\]: there is no 'answer'"),
+        ("jsonl", [{**OWN, "answer": ""}], "gives no example .*1 dropped: no answer"),
+        ("squad", [1], "s.json: expected an object"),
+        ("squad", "not json", "s.json is not JSON"),
+        ("squad", {"data": [{"title": "x"}]}, r"data\[0\]: 'paragraphs' is a list of dict"),
+        ("squad", question(), r"qas\[0\]: there is no 'question'"),
+        ("squad", question(question="Who?", answers=[{}]), r"qas\[0\]: answers\[0\]: there is no 'text'"),
+        ("squad", question(question="Who?", answers=None), "1 dropped: no answer"),
+        ("musique", {}, "expected a list of rows, got dict"),
+        ("musique", [{**ROWS["musique"](1), "question": 3}], r"rows.json\[0\]: 'question' is a text, got '3'"),
+        ("musique", [{**ROWS["musique"](1), "answers": "x"}], "'answers' is a list of str"),
+        ("musique", [{**ROWS["musique"](1), "ctxs": [{"title": 3, "text": "a"}]}], "'title' is a text"),
+        ("musique", [{"question": "q"}], "'ctxs' is a list of dict"),
+        ("musique", [{**ROWS["musique, official"](1), "answer_aliases": 3}], "'answer_aliases' is a"),
+        ("hotpotqa", [{**ROWS["hotpotqa"](1), "context": 7}], r"'context' is a list of \[title"),
+        ("hotpotqa", [{**ROWS["hotpotqa"](1), "context": [["T", "not a list"]]}], "'sentences' is a list of str"),
+        (
+            "hotpotqa",
+            [{**ROWS["hotpotqa"](1), "context": {"title": ["T", "U"], "sentences": [["One."]]}}],
+            "is a list of",
+        ),
+        ("hotpotqa", [{**ROWS["hotpotqa"](1), "answer": None}], "1 dropped: no answer"),
+        ("wikihop", [{**ROWS["wikihop"](1), "supports": [1]}], "'supports' is a list of str"),
+        ("samsum", [{"dialogue": "d"}], "there is no 'summary' or 'summary1'"),
+        ("multi_news", [{"document": ["x"], "summary": "s"}], "'document' is a text"),
+        ("xsum", [{"document": ["x"], "summary": "s"}], r"rows.json\[0\]: 'document' is a text"),
+        ("kv_retrieval", [{**ROWS["kv_retrieval"](1), "ordered_kv_records": [["k"]]}], r"list of \[key, value\]"),
+        ("nq_open", [{**ROWS["nq_open"](1), "ctxs": [{"title": 3, "text": "t", "isgold": True}]}], "'title' is a text"),
+        ("nq_open", ["not an object"], "expected an object, got str"),
+        (
+            "longbench",
+            [{**ROWS["longbench"](1), "dataset": "hotpot"}],
+            r"\[0\]: LongBench has no task 'hotpot'",
+        ),
+        ("longbench", [{**ROWS["longbench"](1), "dataset": None}], "LongBench has no task ''"),
+        ("longbench", [{**ROWS["longbench"](1), "answers": "x"}], "'answers' is a list of str"),
+        ("longbench", [{**ROWS["longbench"](1), "context": 3}], "'context' is a text"),
+        (V2, [], "task1_a.json: expected an object, got list"),
+        (V2, task(Instances=[{"input": 3, "output": ["x"]}]), r"a.json: Instances\[0\]: 'input' is a text, got '3'"),
+        (V2, task(Instances=[{"input": "i"}]), r"Instances\[0\]: 'output' is a list of str"),
+        (V2, task(Instances=["x"]), r"task1_a.json: 'Instances' is a list of dict"),
+        (V2, task(Definition=3), "'Definition' is a list of str"),
+        (V2, task(Definition=[" "]), "task1_a.json: the task has no instruction"),
+        (V2, task(**{"Positive Examples": [{"input": "i", "output": 3}]}), r"Examples\[0\]: 'output' is a list"),
+        (V1, subtask(Examples=[]), "'Examples' is an object with 'Positive Examples'"),
+        (V1, subtask(Prompt=3), "'Prompt' is a text"),
+    ],
+)
+def test_what_is_said_of_it(tmp_path: Path, name: str, content: Any, message: str) -> None:
+    path = tmp_path / FILES.get(name, "rows.json")
+    path.write_text(content if isinstance(content, str) else json.dumps(content))
+    with pytest.raises(ValueError, match=message):
+        read_dataset(name, tmp_path if name in (V1, V2) else path)
 
 
 @pytest.mark.parametrize("name", ["squad", "jsonl", "xsum", "babi", "natural_instructions", "longbench", "passages"])
@@ -251,7 +263,7 @@ def test_what_holds_no_questions_is_counted(tmp_path: Path) -> None:
         with pytest.raises(ValueError, match=r"s\.json: 'data'"):
             read_dataset("squad", file)
     for number in range(3):
-        task = OTHERS["natural_instructions"](number) | ({"Instances": None} if number == 1 else {})
+        task = OFFICIAL["natural_instructions"](number) | ({"Instances": None} if number == 1 else {})
         (tmp_path / f"task{number}_kind.json").write_text(json.dumps(task))
     found = read_dataset("natural_instructions", tmp_path)
     assert (found.counts.dropped["task without instances"], len(found)) == (1, found.counts.kept)
@@ -264,6 +276,7 @@ def test_files_of_another_kind(name: str, tmp_path: Path) -> None:
         ("packed.json", gzip.compress(row), "packed by gzip: let its name end in .gz"),
         ("plain.json.gz", row, "not gzipped, or cut off"),
         ("cut.json.gz", gzip.compress(row)[:-6], "not gzipped, or cut off"),
+        ("odd.json.gz", gzip.compress(row)[:10] + b"\xff" * 20, "not gzipped, or cut off"),
         ("table.json", b"PAR1\x15\xff\xfe", "not UTF-8 text"),
     ):
         (tmp_path / file).write_bytes(content)

@@ -10,11 +10,7 @@ from typing import Any
 import pytest
 
 from comb.documents.datasets import read_dataset
-
-HOTPOT = {
-    "id": "7", "question": "q?", "answer": "x",
-    "context": {"title": ["T", "U"], "sentences": [["One.", " Two."], ["Three."]]},
-}  # fmt: skip
+from tests.helpers.rows import HUB_ROWS, texts
 
 
 @pytest.fixture
@@ -36,19 +32,16 @@ def save_parquet(folder: Path, name: str, *rows: dict[str, Any]) -> None:
     Dataset.from_list(list(rows)).to_parquet(folder / f"{name}.parquet")
 
 
-def squad_row(number: int) -> dict[str, Any]:
-    title, context = f"article {number // 4}", f"Text {number // 2}."
-    answers = {"text": ["Ann", "Ann B"], "answer_start": [0, 0]}
-    return {"id": str(number), "title": title, "context": context, "question": f"{number}?", "answers": answers}
+hotpot = HUB_ROWS["hotpotqa"]
 
 
 def test_rows_of_a_split(hub: Path) -> None:
-    save_parquet(hub, "train", *({**HOTPOT, "id": str(n), "question": f"q{n}?"} for n in range(4)))
-    save_parquet(hub, "validation", HOTPOT)
+    save_parquet(hub, "train", *map(hotpot, range(4)))
+    save_parquet(hub, "validation", hotpot(7))
     for name in ("hotpotqa", "2wikimultihopqa"):
         (example,) = read_dataset(name, f"hf://{hub}?split=validation")
-        assert [document.text for document in example.documents] == ["One. Two.", "Three."]
-        assert (example.query, example.answer, example.id) == ("q?", "x", "7")
+        assert texts(example) == ["One. Two.", "Three."]
+        assert (example.query, example.answer, example.id) == ("q7?", "x", "7")
     assert len(read_dataset("hotpotqa", f"hf://{hub}?split=train+validation")) == 5
     assert [example.id for example in read_dataset("hotpotqa", f"hf://{hub}?split=train%5B1:3%5D")] == ["1", "2"]
     with pytest.raises(ValueError, match="has the splits train, validation: add split="):
@@ -58,8 +51,8 @@ def test_rows_of_a_split(hub: Path) -> None:
 
 
 def test_configurations_and_the_only_split(hub: Path) -> None:
-    save(hub, "one", HOTPOT)
-    save(hub, "two", {**HOTPOT, "answer": "z"})
+    save(hub, "one", hotpot(1))
+    save(hub, "two", {**hotpot(2), "answer": "z"})
     (hub / "README.md").write_text(
         "---\nconfigs:\n- config_name: a\n  data_files: one.jsonl\n- config_name: b\n  data_files: two.jsonl\n---\n"
     )
@@ -85,17 +78,16 @@ def test_a_null_is_missing_or_empty(hub: Path) -> None:
 
 
 def test_squad_rows_become_articles(hub: Path) -> None:
-    rows = [squad_row(number) for number in range(16)]
+    rows = [HUB_ROWS["squad"](number) for number in range(16)]
     rows[3]["answers"] = {"text": [], "answer_start": []}
     save_parquet(hub, "train", *rows)
     dataset = read_dataset("squad", f"hf://{hub}", num_documents=2)
     assert (len(dataset), dataset.counts.dropped) == (15, {"unanswerable question": 1})
     for example in dataset:
-        texts = [document.text for document in example.documents]
-        assert texts.count(f"Text {int(str(example.id)) // 2}.") == 1
+        assert texts(example).count(f"Text {int(str(example.id)) // 2}.") == 1
         assert {document.title for document in example.documents} == {example.group}  # both from one article
         assert example.references == ("Ann", "Ann B")
-    save_parquet(hub, "train", {**squad_row(1), "answers": ["Ann"]})
+    save_parquet(hub, "train", {**rows[1], "answers": ["Ann"]})
     with pytest.raises(ValueError, match=r"\[0\]: 'answers' is a list of dict"):
         read_dataset("squad", f"hf://{hub}")
 
@@ -114,7 +106,7 @@ def test_tasks_and_long_contexts(hub: Path) -> None:
     rows = [{"task_name": f"task{n // 3}_k{n // 3}", "id": str(n), "inputs": f"i{n}", **fields} for n in range(6)]
     save(hub, "train", *rows)
     dataset = read_dataset("natural_instructions", f"hf://{hub}", num_examples=0)
-    assert [[document.text for document in example.documents] for example in dataset] == [["Do it."]] * 6
+    assert list(map(texts, dataset)) == [["Do it."]] * 6
     assert (dataset[4].query, dataset[4].answer, dataset[4].id, dataset[4].group) == ("i4", "o", "4", "task1_k1")
     save(hub, "train", {**rows[0], "definition": " "})
     with pytest.raises(ValueError, match=r"\[0\]: the task has no instruction"):

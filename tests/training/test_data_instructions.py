@@ -10,36 +10,15 @@ from typing import Any
 import pytest
 
 from comb.documents.datasets import Dataset, read_dataset
-from tests.helpers.rows import SHARED, texts
+from tests.helpers.rows import Row, instances, shots, subtask, task, texts
 
 V1, V2 = "natural_instructions_v1", "natural_instructions"
 Write = Callable[..., Path]
 
 
-def instances(count: int, name: str = "") -> list[dict[str, Any]]:
-    return [{"id": f"{name}-{n}", "input": f"in {name}{n} ", "output": [f"out {n}", "other"]} for n in range(count)]
-
-
-def shots(count: int) -> list[dict[str, str]]:
-    return [{"input": f"shown {n}", "output": f"shot {n}", "explanation": "why"} for n in range(count)]
-
-
-def task(name: str = "", count: int = 3, **fields: Any) -> dict[str, Any]:
-    """A task of the second version."""
-    row = {"Definition": [f"Do {name}.", "Be short."], "Positive Examples": shots(3), "Negative Examples": shots(1)}
-    return {**row, "Instances": instances(count, name), **fields}
-
-
-def subtask(**fields: Any) -> dict[str, Any]:
-    row = {"Title": "t", "Prompt": "Answer.", "Definition": "A task."}
-    row |= {"Things to Avoid": "-", "Emphasis & Caution": "Do"}
-    examples = {"Positive Examples": [{"input": "i", "output": "o", "reason": "r"}], "Negative Examples": []}
-    return {**row, "Examples": examples, "Instances": [{"input": "x", "output": ["y", "z"]}], **fields}
-
-
 @pytest.fixture
 def write(tmp_path: Path) -> Write:
-    def files(**tasks: dict[str, Any]) -> Path:
+    def files(**tasks: Row) -> Path:
         for name, content in tasks.items():
             (tmp_path / f"{name}.json").write_text(json.dumps(content))
         return tmp_path
@@ -151,25 +130,6 @@ def test_what_is_left_out_is_counted(write: Write) -> None:
     assert (len(limited), limited.counts.dropped["over the limit"]) == (1, 2)
 
 
-@pytest.mark.parametrize(
-    ("name", "content", "message"),
-    [
-        (V2, task(Instances=[{"input": 3, "output": ["x"]}]), r"a.json: Instances\[0\]: 'input' is a text, got '3'"),
-        (V2, task(Instances=[{"input": "i"}]), r"Instances\[0\]: 'output' is a list of str"),
-        (V2, task(Instances=["x"]), r"task1_a.json: 'Instances' is a list of dict"),
-        (V2, task(Definition=3), "'Definition' is a list of str"),
-        (V2, task(Definition=[" "]), "task1_a.json: the task has no instruction"),
-        (V2, task(**{"Positive Examples": [{"input": "i", "output": 3}]}), r"Examples\[0\]: 'output' is a list"),
-        (V1, subtask(Examples=[]), "'Examples' is an object with 'Positive Examples'"),
-        (V1, subtask(Prompt=3), "'Prompt' is a text"),
-    ],
-)
-def test_malformed_tasks(write: Write, name: str, content: dict[str, Any], message: str) -> None:
-    prefix = "task1_a" if name == V2 else "subtask1_a"
-    with pytest.raises(ValueError, match=message):
-        read_dataset(name, write(**{prefix: content}))
-
-
 def test_paths_and_options_are_checked(write: Write, tmp_path: Path) -> None:
     for name in (V1, V2):
         with pytest.raises(ValueError, match=r"there is no \w+\*.json in"):
@@ -184,23 +144,3 @@ def test_paths_and_options_are_checked(write: Write, tmp_path: Path) -> None:
     ):
         with pytest.raises(ValueError, match=message):
             read_dataset(V2, path, **options)
-    (path / "task1_a.json").write_text("[]")
-    with pytest.raises(ValueError, match=r"task1_a.json: expected an object, got list"):
-        read_dataset(V2, path)
-
-
-@pytest.mark.parametrize(
-    ("name", "folder", "count"), [(V1, "natural_instructions_v1", 303), (V2, "natural_instructions_v2/tasks", 2097)]
-)
-def test_real_samples(name: str, folder: str, count: int) -> None:
-    path = SHARED / folder
-    if not path.is_dir():
-        pytest.skip(f"the sample {folder} is not here")
-    dataset = read_dataset(name, path, num_documents=5)
-    assert len(dataset) == count
-    assert {len(example.documents) for example in dataset} == {5}
-    assert not dataset.counts.dropped
-    assert not dataset.counts.truncated
-    train, heldout = sides(name, path)
-    assert len(train) + len(heldout) == count
-    assert not {document for e in train for document in e.documents} & {d for e in heldout for d in e.documents}

@@ -1,84 +1,67 @@
-"""Readers of multi-document sets: schemas, rows accounted for, groups on one side, errors that name the row."""
+"""Readers of multi-document sets: schemas, rows accounted for, groups on one side, needles; samples of real data."""
 
 from __future__ import annotations
 
-import gzip
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from comb.documents.datasets import read_dataset
-from tests.helpers.rows import SHARED, WriteRows, texts
-
-RESTRICTED = SHARED / "restricted_research_only"
-HOTPOTQA = SHARED / "hotpotqa/hotpot_dev_fullwiki_gold_in_context.json"
-
-
-MUSIQUE = {
-    "ctxs": [{"title": "", "text": "a mill"}, {"title": "T", "text": "b"}],
-    "question": "q?",
-    "answers": ["x", "y"],
-}
-HOTPOT = {"_id": "7", "question": "q?", "answer": "x", "context": [["T", ["One.", "Two. ", " "]], ["U", ["Three."]]]}
-WIKIHOP = {"id": "1", "query": "part_of juan r", "answer": "x", "candidates": ["x", "z"], "supports": ["one", "two"]}
-KV = {"ordered_kv_records": [[f"k{i}", f"v{i}"] for i in range(5)], "key": "k3", "value": "v3"}
-
-
-def nq(number: int) -> dict[str, Any]:
-    gold = {"title": f"T{number}", "text": f"passage {number}", "isgold": True}
-    return {"question": f"q{number}?", "answers": [f"a{number}"], "ctxs": [{"title": "N", "text": "no"}, gold]}
-
-
-def dialogue(number: int) -> dict[str, Any]:
-    return {"id": str(number), "dialogue": f"A: {number}\r\nB: hm", "summary": f"They said {number}."}
-
-
-def article(number: int, **fields: Any) -> dict[str, Any]:
-    text = f"Article {number} is about\nnews and more things than eight words say, {number} times."
-    return {"document": text, "summary": f"News {number}.", "id": str(number), **fields}
+from comb import Document, Example
+from comb.documents.datasets import Dataset, read_dataset
+from comb_training.data.readers.haystacks import supporting
+from tests.helpers.rows import HUB_ROWS, ROWS, SHARED, WriteRows, texts
 
 
 def test_musique_in_both_schemas(write_rows: WriteRows) -> None:
-    official = {
-        "id": "2", "question": "w?", "answer": "x", "answer_aliases": ["X"], "answerable": True,
-        "paragraphs": [{"idx": 0, "title": "T", "paragraph_text": "p", "is_supporting": True}],
-    }  # fmt: skip
-    (example,) = read_dataset("musique", write_rows(MUSIQUE))
-    assert (texts(example), example.documents[0].title, example.documents[1].title) == (["a mill", "b"], None, "T")
-    assert example.id == "1"
-    assert (example.query, example.answer, example.references) == ("q?", "x", ("x", "y"))
-    rows = write_rows(official, {**official, "answerable": False}, {**official, "paragraphs": []})
-    dataset = read_dataset("musique", rows)
-    assert [e.references for e in dataset] == [("x", "X")]
+    row, official = ROWS["musique"](2), ROWS["musique, official"](2)
+    del row["id"]
+    (example,) = read_dataset("musique", write_rows(row))
+    assert (texts(example), [document.title for document in example.documents]) == (["Text 2.", "Other."], ["T2", None])
+    assert (example.id, example.query, example.answer, example.references) == ("1", "q2?", "x", ("x", "y"))
+    dataset = read_dataset(
+        "musique", write_rows(official, {**official, "answerable": False}, {**official, "paragraphs": []})
+    )
+    assert [(e.id, texts(e), e.references) for e in dataset] == [("2", ["Text 2.", "Other."], ("x", "y"))]
     assert dataset.counts.dropped == {"unanswerable question": 1, "no documents": 1}
     assert dataset.counts.read == 3
 
 
 @pytest.mark.parametrize("name", ["hotpotqa", "2wikimultihopqa"])
 def test_hotpotqa_s_rows_in_both_schemas(write_rows: WriteRows, name: str) -> None:
-    hub = {**HOTPOT, "context": {"title": ["T", "U"], "sentences": [["One.", " Two."], ["Three."]]}}
-    for row in (HOTPOT, hub):
+    for row in (ROWS["hotpotqa"](7), HUB_ROWS["hotpotqa"](7)):
         dataset = read_dataset(name, write_rows(row))
         assert dataset.name == name
         (example,) = dataset
         assert texts(example) == ["One. Two.", "Three."]  # and sentences never run into each other
         assert [document.title for document in example.documents] == ["T", "U"]
-        assert (example.query, example.answer, example.id, example.group) == ("q?", "x", "7", "q?")
+        assert (example.query, example.answer, example.id, example.group) == ("q7?", "x", "7", "q7?")
     empty = {"question": " "}, {"answer": ""}, {"context": [["T", [" "]]]}
-    dataset = read_dataset(name, write_rows({**HOTPOT, "_id": 7}, *({**HOTPOT, **row} for row in empty)))
+    dataset = read_dataset(name, write_rows(*(ROWS["hotpotqa"](7) | row for row in ({}, *empty))))
     assert dataset.counts.dropped == {"empty query": 1, "no answer": 1, "no documents": 1}
-    assert dataset[0].id == "7"
-    path = write_rows(*({**HOTPOT, "question": f"q{n % 10}?"} for n in range(20)))
+    path = write_rows(*(ROWS["hotpotqa"](n % 10) for n in range(20)))
     train, heldout = (read_dataset(name, path, split=side) for side in ("train", "heldout"))
     assert (len(train), len(heldout)) == (16, 4)
     assert not {example.query for example in train} & {example.query for example in heldout}
 
 
+def test_made_questions_across_documents_are_for_training_and_have_no_answer(write_rows: WriteRows) -> None:
+    path = write_rows(*map(ROWS["hotpotqa"], range(10)))
+    train = read_dataset("hotpotqa", path, split="train", across=3)
+    made = [example for example in train if not example.answer]
+    assert len(made) == 3 * 8
+    assert all("T" in e.query.split(" ", 1)[1] and "U" in e.query for e in made)
+    assert {e.documents for e in made} == {e.documents for e in train}
+    assert all(e.answer for e in read_dataset("hotpotqa", path, split="heldout", across=3))
+    assert train.counts.kept == len(train)
+    assert len(read_dataset("hotpotqa", path, split="train", across=3, limit=5)) == 5
+
+
 def test_wikihop(write_rows: WriteRows) -> None:
-    (example,) = read_dataset("wikihop", write_rows(WIKIHOP))
-    assert (example.query, texts(example)) == ("part of juan r", ["one", "two"])
-    path = write_rows(*({**WIKIHOP, "query": f"{relation} s{n}"} for n in range(5) for relation in ("a_of", "b_of")))
+    (example,) = read_dataset("wikihop", write_rows(ROWS["wikihop"](1)))
+    assert (example.query, texts(example)) == ("part of juan s1", ["one", "two"])
+    rows = ({**ROWS["wikihop"](n), "query": f"{relation} juan s{n}"} for n in range(5) for relation in ("a_of", "b_of"))
+    path = write_rows(*rows)
     sides = [{e.query[-2:] for e in read_dataset("wikihop", path, split=side)} for side in ("train", "heldout")]
     assert not sides[0] & sides[1]  # subjects
     dataset = read_dataset("wikihop", path, limit=5)
@@ -90,7 +73,7 @@ def test_wikihop(write_rows: WriteRows) -> None:
 
 
 def test_samsum_shows_other_rows_of_the_same_side(write_rows: WriteRows) -> None:
-    path = write_rows(*map(dialogue, range(10)))
+    path = write_rows(*map(ROWS["samsum"], range(10)))
     for split in ("train", "heldout"):
         dataset = read_dataset("samsum", path, split=split, num_documents=2, heldout_share=0.4)
         own = {str(example.id) for example in dataset}
@@ -104,13 +87,14 @@ def test_samsum_shows_other_rows_of_the_same_side(write_rows: WriteRows) -> None
     assert list(again) == list(read_dataset("samsum", path, seed=0, num_documents=2))
     assert list(again) != list(read_dataset("samsum", path, seed=1, num_documents=2))
     test_row = {"fname": "t", "dialogue": "d", "summary1": "s", "summary2": "t", "summary3": "u"}
-    dataset = read_dataset("samsum", write_rows(test_row, dialogue(1)), num_documents=3)
+    dataset = read_dataset("samsum", write_rows(test_row, ROWS["samsum"](1)), num_documents=3)
     assert dataset[0].references == ("s", "t", "u")
     assert dataset.counts.truncated == {"fewer dialogues in the file than num_documents": 2}
 
 
 def test_xsum_is_one_article(write_rows: WriteRows) -> None:
-    dataset = read_dataset("xsum", write_rows(article(1), article(2, summary=" "), article(3, document="")))
+    article = ROWS["xsum"]
+    dataset = read_dataset("xsum", write_rows(article(1), article(2) | {"summary": " "}, article(3) | {"document": ""}))
     (example,) = dataset
     assert texts(example) == [article(1)["document"]]
     assert (example.query, example.answer, example.id) == ("Summarise the article in one sentence.", "News 1.", "1")
@@ -118,7 +102,8 @@ def test_xsum_is_one_article(write_rows: WriteRows) -> None:
 
 
 def test_xsum_among_other_articles_of_its_side(write_rows: WriteRows) -> None:
-    path = write_rows(*map(article, range(12)), article(3, id="again"))
+    article = ROWS["xsum"]
+    path = write_rows(*map(article, range(12)), article(3) | {"id": "again"})
     seen = []
     for side in ("train", "heldout"):
         dataset = read_dataset("xsum", path, split=side, num_documents=3, heldout_share=0.4)
@@ -134,14 +119,10 @@ def test_xsum_among_other_articles_of_its_side(write_rows: WriteRows) -> None:
     assert len({[str(t).split()[1] for t in texts(e)].index(e.answer[5:-1]) for e in dataset}) == 3
     few = read_dataset("xsum", write_rows(article(1), article(2)), num_documents=3)
     assert few.counts.truncated == {"fewer articles in the file than num_documents": 2}
-
-
-def test_xsum_never_shows_another_article_with_the_same_opening(write_rows: WriteRows) -> None:
-    opening = "Ten words that are the same in each of "
-    rows = [article(n, document=opening + f"them {n}") for n in range(3)] + [article(5)]
+    opening = "Ten words that are the same in each of "  # two that begin alike are never shown together
+    rows = [article(n) | {"document": opening + f"them {n}"} for n in range(3)] + [article(5)]
     for example in read_dataset("xsum", write_rows(*rows), num_documents=4):
-        shown = [str(text) for text in texts(example) if str(text).startswith(opening)]
-        assert len(shown) == 1
+        assert sum(str(text).startswith(opening) for text in texts(example)) == 1
         assert len(example.documents) == 2
 
 
@@ -154,22 +135,23 @@ def test_multi_news(write_rows: WriteRows) -> None:
 
 
 def test_kv_retrieval(write_rows: WriteRows) -> None:
-    (example,) = read_dataset("kv_retrieval", write_rows(KV, name="rows.jsonl.gz"), records_per_document=2)
+    row = ROWS["kv_retrieval"](1)
+    (example,) = read_dataset("kv_retrieval", write_rows(row, name="rows.jsonl.gz"), records_per_document=2)
     assert texts(example) == ['"k0": "v0"\n"k1": "v1"', '"k2": "v2"\n"k3": "v3"', '"k4": "v4"']
     assert (example.query, example.answer) == ('Which value belongs to the key "k3"?', "v3")
     dropped = read_dataset(
-        "kv_retrieval", write_rows(KV, {**KV, "key": "absent"}, {**KV, "value": "v2"})
+        "kv_retrieval", write_rows(row, row | {"key": "absent"}, row | {"value": "v2"})
     ).counts.dropped
     assert dropped == {"records that don't give the value for the key": 2}
 
 
 def test_nq_open_puts_the_gold_passage_among_others(write_rows: WriteRows) -> None:
-    path = write_rows(*map(nq, range(12)))
+    path = write_rows(*map(ROWS["nq_open"], range(12)))
     for position in (0, 2):
         for number, example in enumerate(read_dataset("nq_open", path, num_documents=3, gold_position=position)):
-            assert example.documents[position].text == f"passage {number}"
+            assert example.documents[position].text == f"Text {number}."
             assert len(set(texts(example))) == 3
-    drawn = {texts(e).index(f"passage {n}") for n, e in enumerate(read_dataset("nq_open", path, num_documents=3))}
+    drawn = {texts(e).index(f"Text {n}.") for n, e in enumerate(read_dataset("nq_open", path, num_documents=3))}
     assert drawn == {0, 1, 2}
     train, heldout = (read_dataset("nq_open", path, split=side, num_documents=3) for side in ("train", "heldout"))
     seen = [{text for example in side for text in texts(example)} for side in (train, heldout)]
@@ -177,48 +159,8 @@ def test_nq_open_puts_the_gold_passage_among_others(write_rows: WriteRows) -> No
     assert len(train) + len(heldout) == 12
 
 
-@pytest.mark.parametrize(
-    ("name", "row", "message"),
-    [
-        ("musique", {**MUSIQUE, "question": 3}, r"rows.json\[0\]: 'question' is a text, got '3'"),
-        ("musique", {**MUSIQUE, "answers": "x"}, "'answers' is a list of str"),
-        ("musique", {"question": "q"}, "'ctxs' is a list of dict"),
-        ("hotpotqa", {**HOTPOT, "context": 7}, r"'context' is a list of \[title"),
-        ("hotpotqa", {**HOTPOT, "context": [["T", "not a list"]]}, "'sentences' is a list of str"),
-        ("hotpotqa", {**HOTPOT, "context": {"title": ["T", "U"], "sentences": [["One."]]}}, "'context' is a list of"),
-        ("hotpotqa", {**HOTPOT, "answer": None}, "1 dropped: no answer"),
-        ("musique", {**MUSIQUE, "ctxs": [{"title": 3, "text": "a"}]}, "'title' is a text"),
-        ("musique", {"question": "q", "answer": "x", "answer_aliases": 3, "paragraphs": []}, "'answer_aliases' is a"),
-        ("wikihop", {**WIKIHOP, "supports": [1]}, "'supports' is a list of str"),
-        ("samsum", {"dialogue": "d"}, "there is no 'summary' or 'summary1'"),
-        ("multi_news", {"document": ["x"], "summary": "s"}, "'document' is a text"),
-        ("xsum", article(1, document=["x"]), r"rows.json\[0\]: 'document' is a text"),
-        ("kv_retrieval", {**KV, "ordered_kv_records": [["k"]]}, r"list of \[key, value\]"),
-        ("nq_open", {**nq(1), "ctxs": [{"title": 3, "text": "t", "isgold": True}]}, "'title' is a text"),
-        ("nq_open", "not an object", "expected an object, got str"),
-    ],
-)
-def test_malformed_rows(write_rows: WriteRows, name: str, row: Any, message: str) -> None:
-    with pytest.raises(ValueError, match=message):
-        read_dataset(name, write_rows(row, name="rows.json"))
-
-
-def test_files_that_cannot_be_read(tmp_path: Path) -> None:
-    for name, content, message in (
-        ("broken.json", b"[{", "is not JSON"),
-        ("object.json", b"{}", "expected a list of rows, got dict"),
-        ("broken.jsonl", b'{"a": 1}\n{', "broken.jsonl:2 is not JSON"),
-        ("broken.jsonl.gz", b"plain", "is not gzipped, or cut off"),
-        ("damaged.jsonl.gz", gzip.compress(b'{"a": 1}')[:10] + b"\xff" * 20, "is not gzipped, or cut off"),
-        ("latin.json", b'["\xe9"]', "is not UTF-8 text"),
-    ):
-        (tmp_path / name).write_bytes(content)
-        with pytest.raises(ValueError, match=message):
-            read_dataset("musique", tmp_path / name)
-
-
 def test_samsum_never_shows_or_splits_a_dialogue_that_stands_there_twice(write_rows: WriteRows) -> None:
-    rows = [{**dialogue(n // 3), "id": f"test_{n}", "summary": f"summary {n}"} for n in range(18)]
+    rows = [{**ROWS["samsum"](n // 3), "id": f"test_{n}", "summary": f"summary {n}"} for n in range(18)]
     path = write_rows(*rows)
     for example in read_dataset("samsum", path, num_documents=9):
         assert not any(str(text).startswith(example.query) for text in texts(example))
@@ -228,10 +170,10 @@ def test_samsum_never_shows_or_splits_a_dialogue_that_stands_there_twice(write_r
 
 
 def test_nq_open_distractors_hold_no_accepted_answer(write_rows: WriteRows) -> None:
-    rows = [{**nq(n), "answers": ["nobody", f"PASSAGE {(n + 1) % 5}"]} for n in range(5)]
+    rows = [{**ROWS["nq_open"](n), "answers": ["nobody", f"TEXT {(n + 1) % 5}"]} for n in range(5)]
     dataset = read_dataset("nq_open", write_rows(*rows), num_documents=5)
     for number, example in enumerate(dataset):
-        assert f"passage {(number + 1) % 5}" not in texts(example)
+        assert f"Text {(number + 1) % 5}." not in texts(example)
         assert len(example.documents) == 4
     assert dataset.counts.truncated["fewer passages in the file than num_documents"] == 5
 
@@ -241,33 +183,143 @@ def test_what_is_left_out_of_a_row_counts_on_its_side(write_rows: WriteRows) -> 
     for side, count in (("train", 8), ("heldout", 2)):
         dataset = read_dataset("multi_news", path, split=side)
         assert (len(dataset), dataset.counts.truncated["empty document left out"]) == (count, count)
-    dataset = read_dataset(
-        "musique", write_rows({**MUSIQUE, "ctxs": [{"text": " "}, {"text": "b"}], "answers": ["", "y"]})
-    )
+    row = {**ROWS["musique"](1), "ctxs": [{"text": " "}, {"text": "b"}], "answers": ["", "y"]}
+    dataset = read_dataset("musique", write_rows(row))
     assert (texts(dataset[0]), dataset[0].references) == (["b"], ("y",))
     assert dataset.counts.truncated == {"empty document left out": 1, "empty answer left out": 1}
 
 
+def test_needles_stand_at_every_depth_in_turn() -> None:
+    found = read_dataset("needle", num_documents=9, limit=10)
+    places = []
+    for example in found:
+        assert len(set(example.documents)) == 9
+        needle = supporting(example)
+        assert needle is not None
+        places.append(example.documents.index(needle))
+    assert places == [0, 2, 4, 6, 8] * 2
+    assert found.counts.kept == 10
+    assert found.examples == read_dataset("needle", num_documents=9, limit=10).examples
+
+
+def test_needles_of_another_set(write_rows: WriteRows) -> None:
+    rows = [
+        {"documents": [f"name{n} went to room{n}.", f"person{n} sat down."], "query": f"Where is name{n}?",
+         "answer": f"name{n} is in room{n}."} for n in range(9)
+    ]  # fmt: skip
+    path = write_rows(*rows)
+    given = {"of": "jsonl", "split": "all"}
+    first = read_dataset("needle", path, **given, num_documents=4)[1]
+    assert texts(first).count("name1 went to room1.") == 1
+    with pytest.raises(ValueError, match=r"'jsonl' gives \d+ documents beside a needle, not 99: read more"):
+        read_dataset("needle", path, **given, num_documents=100)
+    with pytest.raises(ValueError, match="2 or more, got 1"):
+        read_dataset("needle", num_documents=1)
+
+
+def test_the_supporting_document_is_the_only_one_with_all_words() -> None:
+    right, other = Document("Hannah went to the station."), Document("Felix went to the park.")
+    example = Example((other, right), "Where is Hannah?", "Hannah is in the station.")
+    assert supporting(example) == right
+    two = Example((Document("Ann works at Acme."), Document("Acme is in Rome.")), "Ann's city?", "Acme is in Rome.")
+    assert supporting(two) is None
+    assert supporting(Example((right, right), "Where is Hannah?", "station")) is None
+
+
+WORDS = {f"book{number}": [f"b{number}w{place}" for place in range(400)] for number in range(4)}
+OPTIONS = {"words": 40, "answer_words": 8, "passages": 30}
+
+
+@pytest.fixture
+def file(write_rows: WriteRows) -> Path:
+    rows = [{"id": name, "text": " ".join(words)} for name, words in WORDS.items()]
+    return write_rows(*rows, {"id": "short", "text": "too short"})
+
+
+def passages(file: Path, **options: object) -> Dataset:
+    return read_dataset("passages", file, **{**OPTIONS, "split": "all", **options})
+
+
+def test_answers_of_passages_follow_what_is_quoted(file: Path) -> None:
+    examples = passages(file)
+    kinds = set()
+    for example in examples:
+        quoted = example.query.split('"')[1].split()
+        book = WORDS[f"book{quoted[0][1]}"]
+        start = book.index(quoted[0])
+        assert book[start : start + 8] == quoted
+        [holder] = [document for document in example.documents if " ".join(quoted) in str(document.text)][:1]
+        if example.query.startswith("Continue"):
+            assert example.answer.split() == book[start + 8 : start + 16]
+            assert example.answer in str(holder.text)
+        else:
+            end = start + len(str(holder.text).split())
+            assert str(holder.text).split()[0] == quoted[0]
+            assert example.answer.split() == book[end : end + 8]
+            assert example.answer not in str(holder.text)
+        kinds.add(example.query.split()[0])
+        assert 1 <= len(example.documents) <= 3
+        assert all(20 <= len(str(document.text).split()) <= 40 for document in example.documents)
+    assert kinds == {"Continue", "Write"}
+    assert len(examples) == 60
+    assert "texts of fewer than 48 words, left out" in str(examples.counts)
+
+
+def test_sides_of_passages_share_no_text_and_draws_repeat(file: Path) -> None:
+    sides = {side: passages(file, split=side, heldout_share=0.25) for side in ("train", "heldout")}
+    books = {side: {w.split("w")[0] for e in examples for d in e.documents for w in str(d.text).split()}
+             for side, examples in sides.items()}  # fmt: skip
+    assert books["train"].isdisjoint(books["heldout"])
+    assert sides["train"].examples == passages(file, split="train", heldout_share=0.25).examples
+    assert sides["train"].examples != passages(file, split="train", heldout_share=0.25, seed=1).examples
+    assert len(passages(file, limit=5)) == 5
+    assert {e.query.split()[0] for e in passages(file, tasks=["copy"])} == {"Continue"}
+
+
 @pytest.mark.parametrize(
-    ("name", "path", "count", "documents", "found"),
+    ("options", "message"),
     [
-        ("musique", SHARED / "musique/musique_s.json", 120, (10, 10), 0.65),
-        ("hotpotqa", HOTPOTQA, 117, (10, 10), 0.95),
-        ("wikihop", SHARED / "wikihop/wikihop_sample.json", 160, (3, 44), 0.98),
-        ("samsum", RESTRICTED / "samsum/samsum_sample.jsonl", 160, (4, 4), 0.0),
-        ("multi_news", RESTRICTED / "multi_news/multi_news_sample.jsonl", 160, (1, 6), 0.0),
-        ("kv_retrieval", SHARED / "kv_retrieval/kv-retrieval-75_keys.jsonl.gz", 48, (5, 5), 1.0),
-        ("nq_open", SHARED / "nq_open/nq-open-oracle.jsonl.gz", 2124, (10, 10), 0.99),
-        ("xsum", RESTRICTED / "xsum/xsum_sample.jsonl", 480, (1, 1), 0.0),
+        ({"tasks": ["sing"]}, "tasks are of copy, continue"),
+        ({"words": 20}, "words must be at least 32"),
+        ({"words": 4000}, "no text of at least 4008 words"),
     ],
 )
-def test_real_samples(name: str, path: Path, count: int, documents: tuple[int, int], found: float) -> None:
-    if not path.exists():
-        pytest.skip(f"the sample {path.name} is not here")
-    dataset = read_dataset(name, path)
+def test_what_can_not_be_asked_of_passages(file: Path, options: dict[str, object], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        passages(file, **options)
+
+
+RESTRICTED = "restricted_research_only"
+NI = "natural_instructions"
+
+
+@pytest.mark.parametrize(
+    ("name", "path", "options", "count", "documents", "found"),
+    [
+        ("squad", "squad/squad_v2_dev_sample.json", {}, 2292, (4, 4), 1.0),
+        ("babi", "babi/en-10k", {"split": "heldout"}, 800, (3, 3), 1.0),
+        ("babi", "babi/en-10k", {"split": "train"}, 8000, (3, 3), 1.0),
+        ("musique", "musique/musique_s.json", {}, 120, (10, 10), 0.65),
+        ("hotpotqa", "hotpotqa/hotpot_dev_fullwiki_gold_in_context.json", {}, 117, (10, 10), 0.95),
+        ("wikihop", "wikihop/wikihop_sample.json", {}, 160, (3, 44), 0.98),
+        ("samsum", f"{RESTRICTED}/samsum/samsum_sample.jsonl", {}, 160, (4, 4), 0.0),
+        ("multi_news", f"{RESTRICTED}/multi_news/multi_news_sample.jsonl", {}, 160, (1, 6), 0.0),
+        ("kv_retrieval", "kv_retrieval/kv-retrieval-75_keys.jsonl.gz", {}, 48, (5, 5), 1.0),
+        ("nq_open", "nq_open/nq-open-oracle.jsonl.gz", {}, 2124, (10, 10), 0.99),
+        ("xsum", f"{RESTRICTED}/xsum/xsum_sample.jsonl", {}, 480, (1, 1), 0.0),
+        (f"{NI}_v1", f"{NI}_v1", {"num_documents": 5}, 303, (5, 5), 0.0),
+        (NI, f"{NI}_v2/tasks", {"num_documents": 5}, 2097, (5, 5), 0.0),
+    ],
+)
+def test_real_samples(
+    name: str, path: str, options: dict[str, Any], count: int, documents: tuple[int, int], found: float
+) -> None:
+    if not (SHARED / path).exists():
+        pytest.skip(f"the sample {path} is not here")
+    dataset = read_dataset(name, SHARED / path, **options)
     sizes = [len(example.documents) for example in dataset]
     assert (len(dataset), min(sizes), max(sizes)) == (count, *documents)
-    assert not dataset.counts.dropped
+    assert set(dataset.counts.dropped) == ({"unanswerable question"} if name == "squad" else set())
     holds = [
         any(answer.lower() in f"{d.title} {d.text}".lower() for answer in example.references for d in example.documents)
         for example in dataset
