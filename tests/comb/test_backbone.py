@@ -1,16 +1,24 @@
-"""Discovery: what is found on each family, and which models are refused."""
+"""Backbones: what is found on each family, which are refused, and what is said of slow dtypes and kernels."""
 
 from __future__ import annotations
+
+import logging
 
 import pytest
 import torch
 import transformers as tf
 from torch import nn
 
+from comb import methods
+from comb.backbones import attention_calls, loading
 from comb.backbones.adapter import backbone_fingerprint, check_fingerprint, fingerprint
 from comb.backbones.discovery import UnsupportedBackboneError, inspect_backbone
 from comb.model.cross_attention import LayerHooks
+from tests.helpers.byte_text import byte_llama
 from tests.helpers.families import BASE, FAMILIES, tiny
+from tests.helpers.hybrids import HYBRIDS, tiny_hybrid
+
+LINEAR = ["linear", "linear", "full", "linear"]
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -35,19 +43,17 @@ def test_heads_follow_the_explicit_head_dim(family: str, heads: tuple[int, int, 
 
 @pytest.mark.parametrize(
     ("family", "kinds"),
-    [
-        ("llama", ["full"] * 4),
-        ("mistral", ["sliding"] * 4),
-        ("gemma3", ["sliding", "full"] * 2),
-        ("deepseek_v2", ["full"] * 4),
-        ("qwen3_next", ["linear", "linear", "linear", "full"]),
-        ("bamba", ["linear", "full"] * 2),
-        ("falcon_h1", ["both"] * 4),
-        ("lfm2", ["linear", "full"] * 2),
-    ],
-)
+    {
+        "llama": ["full"] * 4, "mistral": ["sliding"] * 4, "gemma3": ["sliding", "full"] * 2,
+        "deepseek_v2": ["full"] * 4,
+        "qwen3_next": LINEAR, "bamba": LINEAR, "olmo_hybrid": LINEAR, "kimi_linear": LINEAR, "minimax": LINEAR,
+        "nemotron_h": ["linear", "none", "full", "linear"], "zamba2": ["linear", "both"] * 2, "falcon_h1": ["both"] * 3,
+        "lfm2": ["linear", "full"] * 2, "jamba": LINEAR,
+    }.items(),
+)  # fmt: skip
 def test_layer_kinds(family: str, kinds: list[str]) -> None:
-    assert list(inspect_backbone(tiny(family)).layer_kinds) == kinds
+    model = tiny_hybrid(family) if family in HYBRIDS else tiny(family)
+    assert list(inspect_backbone(model).layer_kinds) == kinds
 
 
 @pytest.mark.parametrize(("family", "scale"), [("granite", 12.0), ("falcon_h1", 5.0), ("llama", 1.0), ("gemma3", 1.0)])
@@ -134,3 +140,90 @@ def test_fingerprint_tells_weights_apart() -> None:
     wider = tf.AutoModelForCausalLM.from_config(tf.LlamaConfig(**{**BASE, "vocab_size": 130}))
     with pytest.raises(ValueError, match="embedding table"):
         check_fingerprint(wider, expected, "llama")
+
+
+# ---- what is said of a CPU's dtypes, and of cuDNN, by times that a stand-in for the GPU says ----
+
+
+@pytest.mark.parametrize(
+    ("model", "times", "said"),
+    [
+        (nn.Linear(10, 10).to(torch.bfloat16), 68.0, [
+            "this CPU multiplies bfloat16 some 68 times slower than float32: load the model with dtype=float32 "
+            "(--dtype float32; model.dtype=float32 when training)"
+        ]),
+        (nn.Linear(10, 10), 68.0, []),  # float32
+        (nn.Linear(10, 10).to(torch.bfloat16), 1.2, []),  # a CPU that has it
+        (nn.Linear(9, 9).to(torch.bfloat16), 68.0, []),  # 90 parameters: done before it is noticed
+        (nn.Linear(10, 10, device="meta", dtype=torch.bfloat16), 68.0, []),
+        (nn.ReLU(), 68.0, []),
+    ],
+)  # fmt: skip
+def test_a_dtype_that_is_slow_here_is_told_once_with_what_to_do(
+    model: nn.Module, times: float, said: list[str], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(loading, "NOTICED", 100)
+    monkeypatch.setattr(loading, "slowdown", lambda dtype: times)
+    monkeypatch.setattr(loading, "_warned", set())
+    with caplog.at_level(logging.WARNING, loading.__name__):
+        for _ in range(2):
+            loading.warn_if_slow(model)
+    assert caplog.messages == said
+
+
+def test_it_is_measured() -> None:
+    assert 0.2 < loading.slowdown(torch.float32) < 5
+    assert loading.slowdown(torch.bfloat16) > 0
+
+
+class Kernels:
+    """cuDNN's switch; new lengths take so many seconds with it, and without."""
+
+    def __init__(self, with_it: float, without: float, *, on: bool = True) -> None:
+        self.seconds, self.on, self.measured = {True: with_it, False: without}, on, 0
+
+    def cudnn_sdp_enabled(self) -> bool:
+        return self.on
+
+    def enable_cudnn_sdp(self, on: bool) -> None:
+        self.on = on
+
+    def measure(self, device: torch.device) -> tuple[float, float]:
+        self.measured += 1
+        return self.seconds[self.on], 0.0001
+
+
+@pytest.fixture(autouse=True)
+def _forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(attention_calls, "_chosen", set())
+
+
+def choose(kernels: Kernels, device: str = "cuda:0") -> bool:
+    attention_calls.choose_attention(torch.device(device), new_and_again=kernels.measure, backend=kernels)
+    return kernels.on
+
+
+def test_cudnn_goes_where_it_plans_for_each_length_and_that_is_said(caplog: pytest.LogCaptureFixture) -> None:
+    slow = Kernels(0.03, 0.0002)
+    with caplog.at_level(logging.WARNING):
+        assert not choose(slow)
+    assert "takes 30 ms for each new number of keys here, without it 0.2 ms" in caplog.text
+    slow.on = True  # a user's own choice holds
+    assert choose(slow)
+    assert slow.measured == 2
+
+
+def test_it_stays_where_it_is_not_what_is_slow(caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.WARNING):
+        for index, kernels in enumerate((Kernels(0.0004, 0.0002), Kernels(0.03, 0.03))):
+            assert choose(kernels, f"cuda:{index}")
+        assert not choose(Kernels(0.03, 0.0, on=False), "cuda:2")
+        assert choose(Kernels(0.03, 0.0), "cpu")
+    assert not caplog.text
+
+
+def test_methods_choose_before_they_compute(monkeypatch: pytest.MonkeyPatch) -> None:
+    chosen: list[torch.device] = []
+    monkeypatch.setattr("comb.methods.base.choose_attention", chosen.append)
+    methods.create("full", byte_llama())
+    assert chosen == [torch.device("cpu")]

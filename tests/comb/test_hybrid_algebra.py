@@ -45,7 +45,26 @@ class Run:
 SHAPES = dict.fromkeys(("scalar", "diagonal", "dense"), (HEADS, KEYS, VALUES)) | {"elementwise": (VALUES, KEYS)}
 
 
-def make(family: str, tokens: int, generator: torch.Generator) -> Run:
+def turn(by: int) -> Callable[[Tensor], Tensor]:
+    frequencies = 1.0 / 100 ** (torch.arange(KEYS // 2, dtype=torch.float64) / (KEYS // 2))
+
+    def ask(at: Tensor) -> tuple[Tensor, Tensor]:
+        angles = at.double()[:, None] * frequencies
+        return angles.cos(), angles.sin()
+
+    positions = PositionMap(((None, None),), (RotaryEmbedding(ask),))
+
+    def apply(tensor: Tensor) -> Tensor:
+        rerotation = positions.rerotation(torch.zeros(tensor.shape[-2], dtype=torch.long),
+                                torch.full((tensor.shape[-2],), by), 1, torch.device("cpu"))  # fmt: skip
+        return rerotation.apply(tensor.clone(memory_format=torch.contiguous_format), Rotation(0, 0, False))
+
+    return apply
+
+
+def make(family: str, tokens: int, generator: torch.Generator, offset: int | None = None) -> Run:
+    """Keys are turned to the positions from `offset` on."""
+
     def random(*shape: int) -> Tensor:
         return torch.randn(*shape, generator=generator, dtype=torch.float64)
 
@@ -53,6 +72,8 @@ def make(family: str, tokens: int, generator: torch.Generator) -> Run:
         return -0.02 * torch.rand(*shape, generator=generator, dtype=torch.float64)
 
     keys, values = random(tokens, HEADS, KEYS), random(tokens, HEADS, VALUES)
+    if offset is not None:
+        keys = torch.stack([turn(offset + index)(key) for index, key in enumerate(keys)])
     if family == "scalar":
         gates = slow(tokens, HEADS)
         return Run(partial(recurrence, gates, keys, values), ScalarTransition(gates.sum(dim=0)))
@@ -163,44 +184,13 @@ def test_logarithms_do_not_underflow() -> None:
     assert long.stored(torch.float16).tensor.dtype == torch.float32
 
 
-def turn(by: int) -> Callable[[Tensor], Tensor]:
-    frequencies = 1.0 / 100 ** (torch.arange(KEYS // 2, dtype=torch.float64) / (KEYS // 2))
-
-    def ask(at: Tensor) -> tuple[Tensor, Tensor]:
-        angles = at.double()[:, None] * frequencies
-        return angles.cos(), angles.sin()
-
-    positions = PositionMap(((None, None),), (RotaryEmbedding(ask),))
-
-    def apply(tensor: Tensor) -> Tensor:
-        rerotation = positions.rerotation(torch.zeros(tensor.shape[-2], dtype=torch.long),
-                                torch.full((tensor.shape[-2],), by), 1, torch.device("cpu"))  # fmt: skip
-        return rerotation.apply(tensor.clone(memory_format=torch.contiguous_format), Rotation(0, 0, False))
-
-    return apply
-
-
-def rotated_run(family: str, offset: int, tokens: int = 40) -> Any:
-    """T and S of tokens whose keys are rotated to positions from `offset` on."""
-    generator = torch.Generator().manual_seed(4)
-    keys = torch.nn.functional.normalize(torch.randn(tokens, HEADS, KEYS, generator=generator).double(), dim=-1)
-    values = torch.randn(tokens, HEADS, VALUES, generator=generator).double()
-    keys = torch.stack([turn(offset + index)(key) for index, key in enumerate(keys)])
-    wide = -0.05 * torch.rand(tokens, HEADS, KEYS, generator=generator).double()
-    zeros = torch.zeros(HEADS, KEYS, VALUES, dtype=torch.float64)
-    if family == "scalar":
-        return ScalarTransition(wide[..., 0].sum(dim=0)), recurrence(wide[..., 0], keys, values, zeros)
-    if family == "diagonal":
-        return DiagonalTransition(wide.sum(dim=0)), recurrence(wide, keys, values, zeros)
-    betas = torch.rand(tokens, HEADS, generator=generator).double()
-    gates = wide if family == "kda" else wide[..., 0]
-    return dense_of(gates, betas, keys), recurrence(gates, keys, values, zeros, betas=betas)
-
-
 @pytest.mark.parametrize(("family", "exact"), [("scalar", True), ("gdn", True), ("kda", False), ("diagonal", False)])
 def test_states_turn_with_their_keys(family: str, exact: bool) -> None:
     """S_b = R(b-a) S_a and T_b = R T_a R^T: exact for one gate per head, refused or wrong for one per channel."""
-    (here, state), (there, expected) = rotated_run(family, 3), rotated_run(family, 120)
+    runs = [make(family, 40, torch.Generator().manual_seed(4), offset) for offset in (3, 120)]
+    (here, state), (there, expected) = ((run.transition, run.part().state) for run in runs)
+    assert state is not None
+    assert expected is not None
     moved = turn(117)(state.transpose(-1, -2)).transpose(-1, -2)
     # cosines are float32 in the library, whatever the states are
     assert (relative(moved, expected) < 1e-6) == exact
