@@ -74,9 +74,23 @@ def examples(count: int = 12) -> list[TrainingExample]:
     ]
 
 
-def trainer(model: Any, folder: Path, rows: list[TrainingExample] | None = None, **config: Any) -> CombTrainer:
+def trainer(
+    model: Any, folder: Path, rows: list[TrainingExample] | None = None, *,
+    heldout: Sequence[TrainingExample] = (), **config: Any,
+) -> CombTrainer:  # fmt: skip
     settings = TrainConfig(**{"steps": 4, "batch_size": 4, "logging_steps": 1, "output_dir": str(folder), **config})
-    return CombTrainer(model, settings, examples() if rows is None else rows, TOKENIZER, progress=False)
+    given = examples() if rows is None else rows
+    return CombTrainer(model, settings, given, TOKENIZER, heldout=heldout, progress=False)
+
+
+def nano_run(folder: Path, data: dict[str, Any], **train: Any) -> dict[str, Any]:
+    """A configuration: an encoder on the nano backbone, no evaluation."""
+    return {
+        "model": {"backbone": "nano", "num_encoder_layers": 1, "cpu_threads": 1, "device": "cpu"},
+        "data": data,
+        "train": {"steps": 1, "batch_size": 8, "output_dir": str(folder), **train},
+        "eval": {"limit": 0},
+    }
 
 
 def record_questions(monkeypatch: pytest.MonkeyPatch, method: str = "__call__") -> list[TrainingExample]:

@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-import dataclasses
 from pathlib import Path
-from typing import Any
 
 import pytest
-import yaml
 
-from comb_training.config import Config, ModelConfig, TrainConfig, config_from_dict, load_config
+from comb_training.config import TrainConfig, load_config
 
 ROOT = Path(__file__).resolve().parents[2]
 # evaluation.yaml is for `comb bench methods`, the others are of runs
@@ -26,20 +23,16 @@ def test_values_and_overrides(tmp_path: Path) -> None:
     path = written(tmp_path, "model: {num_encoder_layers: 2, cross_attention_layers: [2, 4]}\ntrain: {steps: 30}\n")
     config = load_config(path, ["train.steps=20", "train.learning_rate=1e-3", "data.path=a/b.json", "train.steps=10"])
     assert config.model.cross_attention_layers == (2, 4)
-    assert config.train.steps == 10
-    assert config.train.epochs is None
-    assert config.train.learning_rate == 1e-3
+    assert (config.train.steps, config.train.epochs, config.train.learning_rate) == (10, None, 1e-3)
     assert config.data.path == "a/b.json"
-
-
-def test_overrides_take_lists_null_and_nested_options() -> None:
     config = load_config(
         None, ["model.cross_attention_layers=[1, 3]", "data.options.answer_style=sentence", "eval.methods=[full]"]
     )
     assert config.model.cross_attention_layers == (1, 3)
-    assert config.data.options == {"answer_style": "sentence"}
-    assert config.eval.methods == ("full",)
+    assert (config.data.options, config.eval.methods) == ({"answer_style": "sentence"}, ("full",))
     assert load_config(None, ["train.save_steps=null", "train.steps="]).train.steps is None
+    # one epoch is the length where no other is given
+    assert [TrainConfig(**length).epochs for length in ({}, {"steps": 3}, {"max_seconds": 3})] == [1.0, None, None]
 
 
 @pytest.mark.parametrize(
@@ -70,12 +63,29 @@ def test_overrides_take_lists_null_and_nested_options() -> None:
         ("train: {teacher: nano, answers: gold}", "train.teacher answers only with train.answers=on_policy"),
         ("train: 3", "train is a section of keys, got 3"),
         ("data: {options: [a]}", "data.options must be a section of keys"),
-        ("[1, 2]", "expected sections model, data, train and eval"),
-        ("a: [", "is not YAML"),
-        (
-            "train: {steps: 1}\neval: {limit: 2}\ntrain: {epochs: 1}",
-            "(?s)run.yaml is not YAML: train stands there twice.*line 3",
-        ),
+        ("train: {steps: 1}\neval: {limit: 2}\ntrain: {epochs: 1}", "(?s)run.yaml is not YAML: train .* twice.*line 3"),
+        ("data: {questions_per_row: 2}\ntrain: {answers: gold}", "questions_per_row joins .* text: give data.head"),
+        ("train: {objective: attention, kl_weight: 1}", "kl_weight has no effect"),
+        ("train: {objective: attention, method: linktokens}", "objective=attention is of cross blocks"),
+        ("model: {measured_cross_layers: 2, cross_attention_layers: [2, 4]}", "both say where cross blocks are"),
+        ("model: {measured_cross_layers: 2, init_from: out/adapter}", "both say where cross blocks are"),
+        # mixtures
+        ("data: {mixture: [{dataset: nano, wieght: 1}]}", r"data.mixture\[0\].wieght; did you mean .*\.weight\?"),
+        ("data: {mixture: [{dataset: nano, weight: much}]}", r"data.mixture\[0\].weight must be a number, not 'much'"),
+        ("data: {mixture: [{dataset: nano}, 3]}", r"data.mixture\[1\] is a section of keys, got 3"),
+        ("data: {mixture: [{weight: 1}]}", r"data.mixture\[0\] needs a dataset"),
+        ("data: {mixture: [{dataset: nano, weight: 0}]}", r"data.mixture\[0\].weight must be greater than 0, not 0"),
+        ("data: {mixture: [{dataset: nano, limit: 0}]}", r"data.mixture\[0\].limit must be at least 1"),
+        ("data: {mixture: [{dataset: nano, options: {split: all}}]}", "can't hold 'split'"),
+        ("data: {mixture: [{dataset: nano, query_template: hm}]}", "has no {query}"),
+        ("data: {mixture: [{dataset: nano, name: a/b}]}", "a name is a text without /"),
+        ("data: {mixture: [{dataset: nano}, {dataset: nano}]}", "two sets called 'nano': give them a name each"),
+        ("data: {dataset: squad, mixture: [{dataset: nano}]}", "data.dataset and data.mixture are both given"),
+        ("data: {options: {scenes: 3}, mixture: [{dataset: nano}]}", "data.options and data.mixture are both given"),
+        ("data: {dataset: mixture}", "data.dataset=mixture needs data.mixture"),
+        ("data: {max_repeats: 3}", "are for data.mixture"),
+        ("data: {max_repeats: 0.5, mixture: [{dataset: nano}]}", "data.max_repeats must be at least 1"),
+        ("data: {mixture: null}", "data.mixture must be a list"),
     ],
 )
 def test_mistakes_in_a_file(tmp_path: Path, text: str, message: str) -> None:
@@ -98,37 +108,6 @@ def test_mistakes_on_the_command_line_are_not_blamed_on_the_file(tmp_path: Path,
         load_config(path, [override])
 
 
-def test_a_missing_file_is_named() -> None:
-    with pytest.raises(ValueError, match=r"no configuration file 'absent.yaml'"):
-        load_config("absent.yaml")
-
-
-def test_one_epoch_is_the_default_length_only() -> None:
-    assert TrainConfig().epochs == 1.0
-    assert TrainConfig(steps=3).epochs is None
-    assert TrainConfig(max_seconds=3).epochs is None
-
-
-def test_configs_are_frozen_and_survive_yaml() -> None:
-    config = Config(model=ModelConfig(cross_attention_layers=(2, 4)), train=TrainConfig(steps=3))
-    with pytest.raises(dataclasses.FrozenInstanceError):
-        config.train.steps = 4  # type: ignore[misc]  # that is the point
-    assert config_from_dict(yaml.safe_load(yaml.safe_dump(config.to_dict()))) == config
-
-
-def test_the_shipped_configurations_are_there() -> None:
-    recipes = "llama-3.1-8b-instruct deepseek-v2-lite-chat qwen3.5-9b linktokens-smollm2-135m comb-smollm2-135m"
-    assert {path.stem for path in CONFIGS} == {
-        *recipes.split(),
-        "comb-smollm2-135m-answers",
-        "front",
-        "nano",
-        "nano-squad",
-        "nano-babi",
-        "nano-mixture",
-    }
-
-
 @pytest.mark.parametrize("path", CONFIGS, ids=lambda path: path.name)
 def test_shipped_configurations_load_and_explain_every_key(path: Path) -> None:
     deepspeed = load_config(path).train.deepspeed
@@ -137,11 +116,3 @@ def test_shipped_configurations_load_and_explain_every_key(path: Path) -> None:
     keys = [line for line in lines if line.startswith("  ")]
     assert keys
     assert all("#" in line for line in keys), [line for line in keys if "#" not in line]
-
-
-@pytest.mark.parametrize("other", [{"cross_attention_layers": (2, 4)}, {"init_from": "out/adapter"}])
-def test_cross_blocks_are_placed_once(other: dict[str, Any]) -> None:
-    with pytest.raises(ValueError, match="both say where cross blocks are"):
-        ModelConfig(measured_cross_layers=2, **other)
-    assert ModelConfig(measured_cross_layers=3).first_cross_layers == range(3)
-    assert ModelConfig(cross_attention_layers=(2, 4)).first_cross_layers == (2, 4)

@@ -1,4 +1,4 @@
-"""Mixtures: shares by weight, held-out sides that stay apart, ids, counts, and documents split without loss."""
+"""Mixtures: shares by weight, held-out sides that stay apart, ids, counts, documents split without loss; whole runs."""
 
 from __future__ import annotations
 
@@ -14,19 +14,24 @@ import pytest
 from comb.documents.datasets import Counts
 from comb.documents.document import Document, Example, PromptBuilder
 from comb.documents.splitting import create
-from comb_training.config import DataConfig, MixtureEntry, config_from_dict, load_config
+from comb_training.answers import answer_prepared
+from comb_training.config import Config, DataConfig, MixtureEntry, config_from_dict, load_config
 from comb_training.data import mixture
 from comb_training.data.batches import fit_documents
 from comb_training.data.mixture import apportion, draw, epoch_numbers, heldout_numbers
+from comb_training.nano import CHECKPOINT
+from comb_training.train import run_training
+from comb_training.trainer.prepare import prepare
+from tests.helpers.training import invoke, nano_run
 
 
-def rows_file(path: Path, rows: int, *, per_document: int = 2, word: str = "box", **more: Any) -> Path:
-    """A JSONL file: `per_document` questions about each of its documents, ids from the line numbers."""
+def rows_file(path: Path, rows: int, *, word: str = "box", **more: Any) -> Path:
+    """A JSONL file: two questions about each of its documents, ids from the line numbers."""
     lines = []
     for row in range(rows):
-        document = f"The {word} number {row // per_document} is red."
+        document = f"The {word} number {row // 2} is red."
         fields = {"documents": [document], "query": f"Which {word}, {row}?", "answer": f"It is {row}.", **more}
-        lines.append(json.dumps({"group": f"{word}{row // per_document}", **fields}))
+        lines.append(json.dumps({"group": f"{word}{row // 2}", **fields}))
     path.write_text("\n".join(lines))
     return path
 
@@ -63,10 +68,6 @@ def test_the_set_that_runs_out_first_decides_the_epoch() -> None:
     assert epoch_numbers(sizes, weights, epoch_examples=20) == {"a": 15, "b": 5}
     assert epoch_numbers(sizes, weights, limit=8) == {"a": 6, "b": 2}
     assert epoch_numbers({"a": 5}, {"a": 0.3}) == {"a": 5}
-
-
-def test_an_epoch_that_would_repeat_too_often_is_refused() -> None:
-    sizes, weights = {"a": 100, "b": 10}, {"a": 3.0, "b": 1.0}
     with pytest.raises(ValueError, match=r"takes 25 of set 'b', which has 10 .*epochs of 40.*data.max_repeats=3"):
         epoch_numbers(sizes, weights, epoch_examples=100)
     assert epoch_numbers(sizes, weights, epoch_examples=100, max_repeats=3) == {"a": 75, "b": 25}
@@ -122,10 +123,7 @@ def test_what_a_set_gives_does_not_depend_on_the_others(tmp_path: Path, builder:
     other = rows_file(tmp_path / "c.jsonl", 40, word="hat")
     more = MixtureEntry("jsonl", str(other), name="c", heldout_share=0.2, weight=4)
     both = replace(data, mixture=(more, *data.mixture), epoch_examples=40)
-    few, many = (
-        {example.id for example in tokenized(data, builder)[0] if str(example.id).startswith("a")},
-        {example.id for example in tokenized(both, builder)[0] if str(example.id).startswith("a")},
-    )
+    few, many = ({e.id for e in tokenized(each, builder)[0] if str(e.id).startswith("a")} for each in (data, both))
     assert len(few) == len(many) == 15
     assert few == many
 
@@ -225,34 +223,6 @@ def test_a_mixture_is_read_from_yaml_and_survives_it(tmp_path: Path) -> None:
     assert config_from_dict(json.loads(json.dumps(config.to_dict()))) == config
 
 
-@pytest.mark.parametrize(
-    ("text", "message"),
-    [
-        ("mixture: [{dataset: nano, wieght: 1}]", r"unknown key data.mixture\[0\].wieght; did you mean .*\.weight\?"),
-        ("mixture: [{dataset: nano, weight: much}]", r"data.mixture\[0\].weight must be a number, not 'much'"),
-        ("mixture: [{dataset: nano}, 3]", r"data.mixture\[1\] is a section of keys, got 3"),
-        ("mixture: [{weight: 1}]", r"data.mixture\[0\] needs a dataset"),
-        ("mixture: [{dataset: nano, weight: 0}]", r"data.mixture\[0\].weight must be greater than 0, not 0"),
-        ("mixture: [{dataset: nano, limit: 0}]", r"data.mixture\[0\].limit must be at least 1"),
-        ("mixture: [{dataset: nano, options: {split: all}}]", "can't hold 'split'"),
-        ("mixture: [{dataset: nano, query_template: hm}]", "has no {query}"),
-        ("mixture: [{dataset: nano, name: a/b}]", "a name is a text without /"),
-        ("mixture: [{dataset: nano}, {dataset: nano}]", "two sets called 'nano': give them a name each"),
-        ("{dataset: squad, mixture: [{dataset: nano}]}", "data.dataset and data.mixture are both given"),
-        ("{options: {scenes: 3}, mixture: [{dataset: nano}]}", "data.options and data.mixture are both given"),
-        ("dataset: mixture", "data.dataset=mixture needs data.mixture"),
-        ("max_repeats: 3", "are for data.mixture"),
-        ("{max_repeats: 0.5, mixture: [{dataset: nano}]}", "data.max_repeats must be at least 1"),
-        ("mixture: null", "data.mixture must be a list"),
-    ],
-)
-def test_mistakes_in_a_mixture(tmp_path: Path, text: str, message: str) -> None:
-    path = tmp_path / "run.yaml"
-    path.write_text(f"data: {text if text.startswith('{') else '{' + text + '}'}")
-    with pytest.raises(ValueError, match=message):
-        load_config(path)
-
-
 def test_a_path_beside_a_mixture_is_the_folder_of_its_sets(tmp_path: Path, builder: PromptBuilder) -> None:
     (tmp_path / "sub").mkdir()
     rows_file(tmp_path / "sub" / "a.jsonl", 20)
@@ -263,6 +233,43 @@ def test_a_path_beside_a_mixture_is_the_folder_of_its_sets(tmp_path: Path, build
         tokenized(replace(inside, path="/elsewhere"), builder)
 
 
-def test_rows_of_several_questions_need_plain_text() -> None:
-    with pytest.raises(ValueError, match=r"data.questions_per_row joins questions as plain text: give data.head"):
-        config_from_dict({"data": {"questions_per_row": 2}, "train": {"answers": "gold"}})
+SETS = [
+    {"dataset": "nano", "name": "a", "weight": 3, "options": {"scenes": 40, "questions": 4}},
+    {"dataset": "nano", "name": "b", "options": {"scenes": 20, "questions": 2}, "query_template": "Now: {query}"},
+]
+
+
+def config(folder: Path, data: dict[str, Any] | None = None, **train: Any) -> Config:
+    mixed = {"mixture": SETS, "epoch_examples": 24, **(data or {})}
+    content = nano_run(folder / "out", mixed, **{"steps": 2, "answers": "gold", **train})
+    return config_from_dict(content | {"eval": {"limit": 8, "methods": ["none"], "max_new_tokens": 4}})
+
+
+def test_a_run_tells_of_each_set(tmp_path: Path) -> None:
+    result = run_training(config(tmp_path, eval_steps=1), progress=False)
+    assert len(result.record["heldout_losses"]) == 3
+    told = json.loads((tmp_path / "out" / "training.json").read_text())
+    assert {name: own["examples"] for name, own in told["tokens_by_set"].items()} == {"a": 18, "b": 6}
+    assert told["tokens"]["document_tokens"].keys() == {"min", "median", "p90", "max", "total"}
+    assert told["data"]["sets"]["a"]["kept"] == 18
+
+
+def test_a_teacher_reads_what_the_student_reads(tmp_path: Path) -> None:
+    # long questions are dropped before the shares are taken: both sides must do that
+    data = {"epoch_examples": None, "max_query_tokens": 24}
+    own = answer_prepared(prepare(config(tmp_path, data, answers="on_policy")), progress=False)
+    taught = prepare(config(tmp_path, data, answers="on_policy", teacher=str(CHECKPOINT), answers_dir=str(tmp_path)))
+    assert sum(counts.dropped[f"query and answer of more than {24} tokens"] for counts in taught.counts.sets.values())
+    assert answer_prepared(taught, progress=False).examples == own.examples
+    assert {mixture.set_name(example.id) for example in own.examples} == {"a", "b"}
+
+
+def test_the_card_and_one_set_alone_are_evaluated(tmp_path: Path) -> None:
+    run_training(config(tmp_path), progress=False)
+    arguments = ["eval", str(tmp_path / "out"), "--out", str(tmp_path / "r.json")]
+    for more, sets in (((), {"a", "b"}), (("--dataset", "b"), {"b"})):
+        result = invoke(*arguments, *more)
+        assert result.exit_code == 0, result.output
+        written = json.loads((tmp_path / "r.json").read_text())
+        assert set(written["data"]["sets"]) == sets
+        assert written["data"]["kept"] == 8
