@@ -4,24 +4,30 @@ from __future__ import annotations
 
 import sys
 import threading
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
 import pytest
 import torch
 import transformers as tf
+from torch import Tensor
 
 from comb import methods
+from comb.backbones.forward import decoder_of
 from comb.backbones.identity import exclusive
-from comb.hybrid import scans
-from comb.hybrid.caches import attention_layers, give_room, new_cache, read_state, run, write_state
+from comb.hybrid import packed, scans
+from comb.hybrid.caches import attention_layers, new_cache, read_state, run
+from comb.hybrid.link import SequentialLinker
+from comb.hybrid.packed import PackedLinker
 from comb.hybrid.probe import TransitionProbe
 from comb.hybrid.scans import listen
 from comb.hybrid.support import find_hybrid_support, read_states, record
 from comb.hybrid.transition import DenseTransition
-from comb.linking.cache import RoomyLayer, fork_cache
 from comb.linking.positions import UnmovableError, explain_states, states_by_position
-from tests.comb.test_hybrid_link import EXACT, A, B, error, logits
+from comb.methods.decode_state import DecodeState
+from tests.comb.test_hybrid_link import EXACT, MODELS, PRIMER, QUERY, A, B, C, error, ids, logits, model_of
 from tests.helpers.hybrids import HYBRIDS, tiny_hybrid
 
 SCAN = "torch_chunk_gated_delta_rule"
@@ -63,28 +69,28 @@ def test_the_listener_hears_its_own_thread_only() -> None:
         assert len(heard) == 3
 
 
-def test_a_wrong_reading_is_replaced_by_the_probe(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A reader that is off by a percent: noticed on the model in hand, and nothing comes out wrong."""
-    right = scans.SCAN_READERS.get(SCAN)
+def off_by_a_percent(call: Any, start: int) -> Any:
+    transition, state = RIGHT(call, start)
+    return DenseTransition(0.99 * transition.tensor), state
 
-    def wrong(call: Any, start: int) -> Any:
-        transition, state = right(call, start)
-        return DenseTransition(0.99 * transition.tensor), state
 
-    model = tiny_hybrid("qwen3_next")
-    monkeypatch.setitem(scans.SCAN_READERS._entries, SCAN, wrong)
+RIGHT = scans.SCAN_READERS.get(SCAN)
+
+
+@pytest.mark.parametrize(
+    ("name", "family", "readers"),
+    [("qwen3_next", "dense", {**scans.SCAN_READERS._entries, SCAN: off_by_a_percent}), ("bamba", "scalar", {})],
+    ids=["wrong", "unknown"],
+)
+def test_a_scan_that_is_read_wrongly_or_by_nobody_is_probed(
+    name: str, family: str, readers: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It is noticed on the model in hand, and nothing comes out wrong."""
+    model = tiny_hybrid(name)
+    monkeypatch.setattr(scans.SCAN_READERS, "_entries", readers)
     with exclusive(model):
         support = find_hybrid_support(model)
-    assert {layer.source for layer in support.linear.values()} == {"probe"}
-    assert error(logits(model, "hypic", [A]), logits(model, "full", [A])) < EXACT
-
-
-def test_a_scan_nobody_knows_is_probed(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delitem(scans.SCAN_READERS._entries, "mamba2_chunk_scan")
-    model = tiny_hybrid("bamba")
-    with exclusive(model):
-        support = find_hybrid_support(model)
-    assert {(layer.family, layer.source) for layer in support.linear.values()} == {("scalar", "probe")}
+    assert {(layer.family, layer.source) for layer in support.linear.values()} == {(family, "probe")}
     assert error(logits(model, "hypic", [A]), logits(model, "full", [A])) < EXACT
 
 
@@ -113,41 +119,9 @@ def test_support_is_found_anew_when_weights_change() -> None:
         with torch.no_grad():
             model.lm_head.weight.mul_(1.5)
         assert find_hybrid_support(model) is not first
-    before = methods.create("hypic", model).fingerprint
-    with torch.no_grad():
-        model.lm_head.weight.mul_(1.5)
-    assert methods.create("hypic", model).fingerprint != before
 
 
-@pytest.mark.parametrize("name", ["qwen3_next", "falcon_h1", "lfm2", "minimax", "nemotron_h"])
-def test_states_are_read_written_and_forked(name: str) -> None:
-    """A cache made of another's parts continues like it; a fork's growth doesn't reach the original."""
-    model = tiny_hybrid(name)
-    with exclusive(model):
-        support = find_hybrid_support(model)
-        source, target = new_cache(model), new_cache(model)
-        run(model, A, source, 0)
-        for number in support.linear:
-            columns, state = read_state(source, number)
-            write_state(target, number, *(None if part is None else part[None] for part in (columns, state)))
-        for number, layer in attention_layers(source).items():
-            target.update(layer.keys.clone(), layer.values.clone(), number)
-        give_room(target, len(A) + len(B))
-        fork = fork_cache(target)
-        expected = run(model, B, source, len(A))
-        for cache in (fork, fork_cache(target), target):
-            found = run(model, B, cache, len(A))
-            assert error(found, expected) < EXACT  # type: ignore[arg-type]
-        # the control: a cache without the states
-        empty = new_cache(model)
-        for number, layer in attention_layers(source).items():
-            empty.update(layer.keys[:, :, : len(A)], layer.values[:, :, : len(A)], number)
-        assert error(run(model, B, empty, len(A)), expected) > 100 * EXACT  # type: ignore[arg-type]
-        roomy = [type(target.layers[number]) is RoomyLayer for number in support.attention]
-        assert all(roomy) or name == "falcon_h1"
-
-
-def test_a_layer_that_forgets_the_probe_is_known_by_its_scan() -> None:
+def test_a_layer_that_forgets_the_probe_is_known_by_its_scan_or_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     """A fresh model of transformers decays within a few tokens: seen from outside any family would fit."""
     torch.manual_seed(0)
     fresh = tf.AutoModelForCausalLM.from_config(HYBRIDS["qwen3_next"]()).eval()
@@ -157,11 +131,162 @@ def test_a_layer_that_forgets_the_probe_is_known_by_its_scan() -> None:
     with torch.no_grad():
         recording = record(fresh, list(range(5, 20)), 4)
         assert TransitionProbe(fresh, recording.layers[number], recording.cache, 4).classify() is None
-
-
-def test_a_forgetful_layer_whose_scan_nobody_knows_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    torch.manual_seed(0)
-    fresh = tf.AutoModelForCausalLM.from_config(HYBRIDS["qwen3_next"]()).eval()
+    with torch.no_grad():
+        fresh.lm_head.weight.mul_(1.5)  # to be looked at again
     monkeypatch.setattr(scans.SCAN_READERS, "_entries", {})
     with pytest.raises(UnmovableError, match="forgets its state within"):
         find_hybrid_support(fresh)
+
+
+# ---- The packed link is the sequential one: the same states, keys and logits, in one pass of the backbone.
+
+
+PACKED = {*MODELS} - {"olmo_hybrid", "falcon_h1", "zamba2", "minimax", "jamba", "mamba", "mamba2", "falcon_mamba"}
+SHORT = ids(5, 8)
+
+
+def pair(name: str, spec: str = "hypic:4", **options: Any) -> tuple[Any, Any]:
+    """The method packed, and run by run, as models are linked that take no packed pass."""
+    made = [methods.create(spec, model_of(name), **options) for _ in range(2)]
+    plain, link_row = made[1], made[1].link_row
+
+    def in_order(*given: Any) -> DecodeState:
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr("comb.methods.hypic.linker_for", lambda model, support: SequentialLinker)
+            return link_row(*given)
+
+    plain.link_row = in_order
+    return made[0], plain
+
+
+def held(state: DecodeState) -> list[Tensor]:
+    cache: Any = state.past_key_values
+    layers = attention_layers(cache)
+    states = [s for number in range(len(cache.layers)) for s in read_state(cache, number) if s is not None]
+    return [*states, *(tensor for layer in layers.values() for tensor in (layer.keys, layer.values))]
+
+
+@contextmanager
+def passes(model: Any) -> Iterator[list[int]]:
+    """Tokens of each pass of the decoder."""
+    seen: list[int] = []
+
+    def count(module: Any, args: Any, kwargs: dict[str, Any]) -> None:
+        seen.append(kwargs["input_ids"].shape[1])
+
+    handle = decoder_of(model).register_forward_pre_hook(count, with_kwargs=True)
+    try:
+        yield seen
+    finally:
+        handle.remove()
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_packed_is_sequential(name: str) -> None:
+    packed, plain = pair(name, front=PRIMER)
+    model, picaches = model_of(name), packed.compile([A, B, C, A])
+    packed.link(picaches, QUERY)  # tries out what the model takes
+    with passes(model) as counted:
+        one = packed.link(picaches, QUERY)
+    with passes(model) as reference:
+        other = plain.link(picaches, QUERY)
+    if name in PACKED:
+        assert (len(counted), len(reference)) == (1, 5)
+        assert sum(counted) == sum(reference)
+    else:
+        assert counted == reference
+    assert len(held(one)) == len(held(other)) > 0
+    assert max(error(left, right) for left, right in zip(held(one), held(other), strict=True)) < EXACT
+    assert error(one.logits, other.logits) < EXACT
+    answer = ids(5, 9)
+    assert error(one.answer_logits(answer), other.answer_logits(answer)) < EXACT
+    assert one.recomputed == other.recomputed
+    swapped = packed.link([picaches[1], picaches[0], *picaches[2:]], QUERY)  # the control
+    assert error(swapped.logits, other.logits) > 20 * EXACT
+
+
+PROMPTS: dict[str, Callable[[Any], dict[str, Any]]] = {
+    "head and gaps": lambda m: {"picaches": m.compile([A, B]), "head_ids": ids(7, 5), "gaps": [ids(9, 6)]},
+    "covered by its seams": lambda m: {"picaches": m.compile([A, SHORT, B])},
+    "leading": lambda m: {"picaches": [*m.compile([A], leading=True), *m.compile([B])]},
+    "one token asks": lambda m: {"picaches": m.compile([A, B]), "query_ids": [7]},
+    "a document at the end": lambda m: {"picaches": m.compile([A, B]), "query_ids": []},
+    "nothing to jump over": lambda m: {"picaches": m.compile([SHORT]), "query_ids": QUERY},
+}
+
+
+@pytest.mark.parametrize("prompt", list(PROMPTS))
+@pytest.mark.parametrize(("name", "spec"), [("qwen3_next", "hypic:4"), ("bamba", "hypic:head=4,tail=0"),
+                                            ("kimi_linear", "hypic:mode=rotation"), ("lfm2", "addition")])  # fmt: skip
+def test_packed_prompts_of_many_shapes(name: str, spec: str, prompt: str) -> None:
+    packed, plain = pair(name, spec)
+    row = {"query_ids": QUERY, **PROMPTS[prompt](packed)}
+    one, other = packed.link(**row), plain.link(**row)
+    assert torch.equal(one.input_ids, other.input_ids)
+    assert error(one.logits, other.logits) < EXACT
+    assert max(error(left, right) for left, right in zip(held(one), held(other), strict=True)) < EXACT
+
+
+@pytest.mark.parametrize("name", ["qwen3_next", "granitemoehybrid"])
+def test_no_row_sees_a_later_one(name: str) -> None:
+    packed, _ = pair(name)
+    picaches = packed.compile([A, B])
+
+    def keys(gap: Sequence[int]) -> Tensor:
+        cache: Any = packed.link(picaches, QUERY, gaps=[gap]).past_key_values
+        return torch.cat([layer.keys[0].flatten(0, 0) for layer in attention_layers(cache).values()])
+
+    gap = ids(9, 6)
+    other = [*gap[:4], (gap[4] + 1) % 90 + 3, *gap[5:]]
+    place = len(A) + 4
+    assert torch.equal(keys(gap)[:, :place], keys(other)[:, :place])
+    assert not torch.equal(keys(gap)[:, -2:], keys(other)[:, -2:])
+
+
+def test_a_mask_that_would_be_too_large_is_not_made(monkeypatch: pytest.MonkeyPatch) -> None:
+    packed, plain = pair("qwen3_next")
+    picaches = packed.compile([A, B])
+    packed.link(picaches, QUERY)  # which way its model links is tried out once, in passes of their own
+    monkeypatch.setattr("comb.hybrid.packed._MAX_MASK_ELEMENTS", 100)
+    with passes(packed.backbone) as counted:
+        one = packed.link(picaches, QUERY)
+    assert len(counted) == 3
+    assert torch.equal(one.logits, plain.link(picaches, QUERY).logits)
+
+
+def test_what_does_not_agree_is_linked_in_order(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The trial compares: a model whose packed states come out wrong never links that way."""
+    method, _ = pair("qwen3_next")
+    with exclusive(method.backbone):
+        assert packed.linker_for(method.backbone, method.support) is not SequentialLinker
+        vars(method.backbone).pop("_comb_linker")
+        jump = SequentialLinker.jump
+        late = lambda self, number, *rest: None if isinstance(self, PackedLinker) else jump(self, number, *rest)  # noqa: E731
+        with monkeypatch.context() as broken:
+            broken.setattr(SequentialLinker, "jump", late)
+            assert packed.linker_for(method.backbone, method.support) is SequentialLinker
+        vars(method.backbone).pop("_comb_linker")
+
+
+def test_layers_are_as_before() -> None:
+    """Also when the pass fails; and another thread's run of the model meanwhile is an ordinary one."""
+    packed, _ = pair("qwen3_next")
+    model, picaches = packed.backbone, packed.compile([A, B])
+    plain = model(torch.tensor([A])).logits
+    seen: list[Tensor] = []
+
+    def elsewhere(*_: Any) -> None:
+        handle.remove()
+        with torch.no_grad():
+            thread = threading.Thread(target=lambda: seen.append(model(torch.tensor([A])).logits.detach()))
+            thread.start()
+            thread.join()
+        raise RuntimeError("the lights went out")
+
+    packed.link(picaches, QUERY)
+    handle = decoder_of(model).layers[2].register_forward_pre_hook(elsewhere)
+    with pytest.raises(RuntimeError, match="lights"):
+        packed.link(picaches, QUERY)
+    assert torch.equal(seen[0], plain)
+    assert torch.equal(model(torch.tensor([A])).logits, plain)
+    assert not any("forward" in vars(module) for module in model.modules())

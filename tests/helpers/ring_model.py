@@ -13,7 +13,7 @@ import transformers as tf
 from torch import Tensor, nn
 from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
 
-PATTERN = ["linear_attention", "linear_attention", "full_attention", "linear_attention"]
+from tests.helpers.hybrids import BASE, PATTERN
 
 
 class RotaryLinearAttention(nn.Module):
@@ -65,11 +65,7 @@ class RotaryLinearAttention(nn.Module):
 def tiny_ring(recurrence: str = "scalar", seed: int = 0) -> Any:
     """Four layers, one of them full, hidden size 48; the same for the same seed."""
     torch.manual_seed(seed)
-    config = tf.LlamaConfig(
-        vocab_size=101, hidden_size=48, intermediate_size=64, num_hidden_layers=4, num_attention_heads=4,
-        num_key_value_heads=2, head_dim=12, max_position_embeddings=4096, pad_token_id=0, bos_token_id=1,
-        eos_token_id=2, layer_types=PATTERN,
-    )  # fmt: skip
+    config = tf.LlamaConfig(**BASE, head_dim=12, layer_types=PATTERN)
     model: Any = tf.LlamaForCausalLM(config)
     for index, kind in enumerate(PATTERN):
         if kind == "linear_attention":
