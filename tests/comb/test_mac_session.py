@@ -122,18 +122,6 @@ def test_two_models_in_turn() -> None:
 # --- M8: another prompt, a cropped, reordered or swapped cache ------------------------------------------------------
 
 
-def test_a_second_prompt_starts_anew() -> None:
-    model = model_of("llama")
-    first, second = batch(rows=1)[0], batch(rows=1)[0].flip(1)
-    with mac(model, FREE) as session:
-        fresh = decode(model, second)[1]
-    with mac(model, FREE) as session:
-        decode(model, first)
-        again = decode(model, second)[1]
-    assert torch.equal(fresh, again)
-    assert session.report().events == {"new prompt": 1}
-
-
 def test_a_swapped_cache_of_the_same_length_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
     """Two conversations in turn, both at the same length: the case that lengths alone can't tell apart."""
     model = model_of("llama")
@@ -295,14 +283,17 @@ def test_steps_without_kernels_are_counted_where_they_were_asked_for(kernels: st
         assert events[reason] == session.report().layers[0].searches // 4 * len(session.report().layers)
 
 
-def test_padding_that_changes_is_noticed() -> None:
+def test_a_second_prompt_starts_anew_and_padding_that_changes_is_noticed() -> None:
     """Layers compare the tensor that a pass hands to all of them, and only if it isn't the last pass's."""
     model, (ids, mask) = model_of("llama"), batch()
     with mac(model, FREE) as session:
         tokens, _ = decode(model, ids, mask)
         assert len({id(layer.start) for layer in session._layers.values()}) == 1
-        again, _ = decode(model, ids.flip(0), mask.flip(0))
+        again, turned = decode(model, ids.flip(0), mask.flip(0))
     assert torch.equal(again.flip(0), tokens)
+    assert session.report().events == {"new prompt": 1}
+    with mac(model, FREE):  # as if it was the first
+        assert torch.equal(decode(model, ids.flip(0), mask.flip(0))[1], turned)
 
 
 # --- queries as they were before their rotary embedding -------------------------------------------------------------
