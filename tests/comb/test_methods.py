@@ -18,6 +18,7 @@ from comb.methods.linked import selects
 from comb.methods.prefix import PrefixMethod, prefixes_of
 from comb.methods.selection import Tokens
 from tests.helpers.families import open_gates, tiny
+from tests.helpers.hybrids import tiny_hybrid
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -100,6 +101,55 @@ def test_a_rule_of_selection_is_one_function() -> None:
         assert methods.get("test-last").__doc__ == last.__doc__
     finally:
         del methods.registry._entries["test-last"]
+
+
+WRONG: dict[str, dict[str, str]] = {
+    "llama": {
+        "legolink:-1": "at least 0",
+        "legolink:1.5": "integer",
+        "attnlink:3": "even",
+        "cacheblend:0": "0 < ratio <= 1",
+        "cacheblend:1.2": "0 < ratio <= 1",
+        "cacheblend:0.2,layers=4": "less than the model's 4 layers",
+        "cacheblend:0.2,layers=0": "at least 1",
+        "focus:0": "0 < ratio <= 1",
+        "focus:0.1,seam=-1": "at least 0",
+        "legolink-0:4": "no unnamed parameter for '4'",
+        "naive:front=dummies:0": "at least 1",
+        "naive:front=dummies:x": "at least 1",
+        "naive,front=nowhere": "there is no such file or folder",
+        "naive,front=adapter": "has none: train some",
+        "naive:rotate=2": "true or false",
+        "naive:k=2": "no parameter k",
+        "full:3": "full",
+        "legolinc:2": "known: .*legolink, legolink-0",
+        "naive:quantize=int3": "one of int8, fp8, int4, not 'int3'",
+        "full:quantize=int8": "keeps token ids only",
+        "prefix:quantize=int8": "promises what full recompute gives",
+    },
+    "bamba": {
+        "hypic:-1": "w is a number of tokens",
+        "hypic:head=1.5": "head is a number of tokens",
+        "hypic:tail=true": "tail is a number of tokens",
+        "hypic:mode=magic": "mode is one of addition, transition, rotation, seam",
+        "hypic:storage=bfloat16": "storage is one of float32, float16",
+        "hypic:k=3": "no parameter k",
+        "addition:mode=seam": "mode",
+        "addition:rotate=1": "rotate is true or false",
+        "hypic:compose=1": "compose is true or false",
+        "hypic:front=prose": "no tokenizer beside its weights",
+        "hypic:quantize=int8": "can't be quantised",
+    },
+}
+
+
+@pytest.mark.parametrize("family", WRONG)
+def test_wrong_parameters_are_refused(family: str) -> None:
+    model = tiny_hybrid(family) if family == "bamba" else tiny(family)
+    for spec, message in WRONG[family].items():
+        with pytest.raises((ValueError, TypeError), match=message):
+            methods.create(spec, model)
+    assert methods.create("addition" if family == "bamba" else "naive:quantize=none", model).fingerprint
 
 
 # ---- full ----

@@ -60,14 +60,12 @@ OTHERS: dict[str, dict[str, Any]] = {
 
 
 def made(kind: str) -> Any:
-    heads = ("ForCausalLM", "LMHeadModel", "WithLMHeadModel")
     torch.manual_seed(0)
-    (model,) = (getattr(tf, kind + head) for head in heads if hasattr(tf, kind + head))
-    found = model(getattr(tf, f"{kind}Config")(**OTHERS[kind])).eval()
-    for parameter in found.parameters():
+    model = tf.AutoModelForCausalLM.from_config(getattr(tf, f"{kind}Config")(**OTHERS[kind])).eval()
+    for parameter in model.parameters():
         if parameter.ndim > 1:
             torch.nn.init.normal_(parameter, std=0.15)
-    return found
+    return model
 
 
 def mpt() -> Any:

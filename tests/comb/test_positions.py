@@ -44,34 +44,34 @@ class Stretched(nn.Module):
         return (1.3 * cos, 1.3 * sin) if beyond else (cos, sin)
 
 
-def _random(model: Any) -> Any:
+def made(config: Any) -> Any:
+    model = tf.AutoModelForCausalLM.from_config(config).eval()
     for parameter in model.parameters():
         if parameter.ndim > 1:
             torch.nn.init.normal_(parameter, std=0.15, generator=torch.Generator().manual_seed(parameter.numel()))
-    return model.eval()
+    return model
 
 
 def phimoe() -> Any:
-    config = tf.PhimoeConfig(**BASE, num_local_experts=4, original_max_position_embeddings=LIMIT,
-                             rope_parameters={**LONGROPE, "short_mscale": 1.1, "long_mscale": 1.4})  # fmt: skip
-    return _random(tf.PhimoeForCausalLM(config))
+    rope = {**LONGROPE, "short_mscale": 1.1, "long_mscale": 1.4}
+    return made(
+        tf.PhimoeConfig(**BASE, num_local_experts=4, original_max_position_embeddings=LIMIT, rope_parameters=rope)
+    )
 
 
 def phi3() -> Any:
-    config = tf.Phi3Config(**BASE, original_max_position_embeddings=LIMIT, rope_parameters=LONGROPE)
-    return _random(tf.Phi3ForCausalLM(config))
+    return made(tf.Phi3Config(**BASE, original_max_position_embeddings=LIMIT, rope_parameters=LONGROPE))
 
 
 def llama(rope: dict[str, Any], **changes: Any) -> Any:
-    return _random(tf.LlamaForCausalLM(tf.LlamaConfig(**{**BASE, **changes}, rope_parameters=rope)))
+    return made(tf.LlamaConfig(**{**BASE, **changes}, rope_parameters=rope))
 
 
 def gemma3() -> Any:
     """One module, asked for each kind of layer."""
     rope = {"sliding_attention": PLAIN, "full_attention": {**LONGROPE, "rope_type": "yarn"}}
-    config = tf.Gemma3TextConfig(**BASE, head_dim=8, sliding_window=128, rope_parameters=rope,
-                                 layer_types=["sliding_attention", "full_attention"] * 2)  # fmt: skip
-    return _random(tf.Gemma3ForCausalLM(config))
+    kinds = ["sliding_attention", "full_attention"] * 2
+    return made(tf.Gemma3TextConfig(**BASE, head_dim=8, sliding_window=128, rope_parameters=rope, layer_types=kinds))
 
 
 def stretched(power: float = 1.0) -> Any:
@@ -149,7 +149,7 @@ def test_a_query_that_grows_beyond_a_length_is_not_taken_for_its_rotation() -> N
     config = tf.Ministral3Config(
         **{**BASE, "max_position_embeddings": 4096}, head_dim=8, sliding_window=None, rope_parameters=rope
     )
-    model, (ids, mask) = _random(tf.Ministral3ForCausalLM(config)), batch()
+    model, (ids, mask) = made(config), batch()
     with mac(model, FREE) as session:
         decode(model, ids, mask)
     assert set(session.report().exact) == {"queries that no rotary embedding explains"}
@@ -214,10 +214,10 @@ def test_a_long_prompt_does_not_change_a_short_one_of_its_batch(name: str) -> No
 def test_a_configuration_says_what_a_primer_may_have(name: str) -> None:
     """A server and a plan for a training compile behind the same passage without a model; what its code alone says is
     refused where the passage is too long for it."""
-    made = MODELS.get(name, lambda: tiny(name))()
-    limit = compile_limit(made)
+    model = MODELS.get(name, lambda: tiny(name))()
+    limit = compile_limit(model)
     if name in OWN_CODE:
         with pytest.raises(ValueError, match=f"more than half of the {LIMIT} positions"):
-            methods.create("primed", made, front=[5] * 128)
+            methods.create("primed", model, front=[5] * 128)
         return
-    assert primer_limit(made.config) == (None if limit is None else limit // 2)
+    assert primer_limit(model.config) == (None if limit is None else limit // 2)

@@ -220,15 +220,13 @@ def test_a_kernel_is_compared_before_it_is_used(
     assert error_of(varlen_plain, *kind, windowed=False) < 1e-5
     assert error_of(varlen_plain, *kind, windowed=True) < 1e-5
 
-    def early(*tensors: Any, **given: Any) -> Tensor:
-        return varlen_plain(*tensors, **{**given, "seqused_k": (given["seqused_k"] - 1)})
+    def changed(**changes: Any) -> Callable[..., Tensor]:
+        return lambda *tensors, **given: varlen_plain(
+            *tensors, **{**given, **{name: change(given[name]) for name, change in changes.items()}}
+        )
 
-    def whole(*tensors: Any, **given: Any) -> Tensor:
-        return varlen_plain(*tensors, **{**given, "window_size": (-1, 0)})
-
-    def shifted(*tensors: Any, **given: Any) -> Tensor:
-        return varlen_plain(*tensors, **{**given, "seqused_k": (given["seqused_k"] + 1), "max_k": given["max_k"] + 1})
-
+    early, whole = changed(seqused_k=lambda ends: ends - 1), changed(window_size=lambda _: (-1, 0))
+    shifted = changed(seqused_k=lambda ends: ends + 1, max_k=lambda most: most + 1)
     assert error_of(early, *kind, windowed=False) > 0.1
     assert error_of(whole, *kind, windowed=True) > 0.1
     assert math.isnan(error_of(shifted, *kind, windowed=False))

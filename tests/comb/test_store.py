@@ -1,20 +1,28 @@
-"""The PICache store: each rule and each error. Sequences of operations are in test_store_stateful.py."""
+"""The PICache store, its index and its disk: each rule and error that test_store_stateful.py doesn't come by."""
 
 from __future__ import annotations
 
+import errno
+import logging
+import os
+import stat
+import subprocess
+import sys
 import threading
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
-from comb.cache.index import IntegrityError
-from comb.cache.picache import DecoderPICache, serialize
-from comb.cache.store import PICacheStore, PICacheTooLargeError, StoreFullError
+import comb.files
+from comb.cache.index import CacheIndex, IndexEntry, IntegrityError, Tier
+from comb.cache.picache import DecoderPICache, TokenPICache, serialize
+from comb.cache.store import PICacheStore
 from comb.cache.tiers import SUFFIX
-from tests.helpers.stores import NBYTES, TOKENS, Clock, Compiler, acquire, fail, files, hold, pic, use, with_metadata
+from tests.helpers.stores import NBYTES, TOKENS, Compiler, acquire, files, hold, pic, use, with_metadata
 
 # ---- lookup, references, pins ----
 
@@ -30,38 +38,9 @@ def test_misses_are_compiled_in_one_batch_and_hit_afterwards() -> None:
     assert compiler.compiled == ["k1", "k2", "k3", "k4"]
     assert store.stats().in_use == 0
     assert (store.stats().hits, store.stats().misses) == (1, 4)
-    assert not acquire(store, [], fail)
-
-
-def test_release_is_idempotent_and_ends_use() -> None:
-    store = PICacheStore()
-    first, second = hold(store, "k1"), hold(store, "k1")
-    first.release()
-    first.release()
-    store.check_integrity()
-    assert store.stats().in_use == 1
-    with pytest.raises(KeyError, match="k1 is not held: it is missing, or was released"):
-        _ = first["k1"]
-    assert second["k1"].picache.num_tokens == TOKENS
-    with second:
-        pass
-    assert store.stats().in_use == 0
-
-
-def test_in_use_and_pinned_are_never_evicted() -> None:
-    store = PICacheStore(device_bytes=3 * NBYTES)
-    with hold(store, "k1"):
-        use(store, "k2")
-        assert store.pin("k2")
-        use(store, "k3")
-        use(store, "k4")
-        assert [store.lookup(key) for key in ("k1", "k2", "k3", "k4")] == ["device", "device", None, "device"]
-        with pytest.raises(StoreFullError, match=f"no room for {2 * NBYTES} bytes"):
-            use(store, "k5", "k6")
-        assert store.lookup("k4") == "device"  # nothing is evicted in vain
-        assert store.stats().in_use == 1
-    use(store, "k5", "k6")
-    assert [store.lookup(key) for key in ("k1", "k2", "k5")] == [None, "device", "device"]
+    assert not acquire(store, [], pytest.fail)
+    with pytest.raises(KeyError, match="k4 is not held: it is missing, or was released"):
+        _ = held["k4"]
 
 
 @pytest.mark.parametrize("key", ["", "a/b", "../k1", ".hidden", "x" * 129, "k 1", "k\n", 7])
@@ -78,9 +57,13 @@ def test_numbers_that_make_no_sense_are_refused() -> None:
     for name in ("device_bytes", "host_bytes", "disk_bytes"):
         with pytest.raises(ValueError, match=f"{name} expects a number of bytes >= 0, got -1"):
             PICacheStore(**{name: -1})
+    store = PICacheStore()
+    use(store, "k2")
     for ttl_s in (0, -1, float("nan")):
         with pytest.raises(ValueError, match="ttl_s expects seconds > 0"):
-            use(PICacheStore(), "k1", ttl_s=ttl_s)
+            use(store, "k1", ttl_s=ttl_s)
+        with pytest.raises(ValueError, match="ttl_s expects seconds > 0"):
+            store.set_expiry("k2", ttl_s)
 
 
 # ---- failing compiles ----
@@ -93,18 +76,6 @@ def test_a_compile_that_returns_something_else_is_refused(result: list[object]) 
         acquire(store, ["k1", "k2"], lambda keys: result)
     assert store.stats().tiers["device"].entries == 0
     store.check_integrity()
-
-
-def test_larger_than_the_budget_says_both_numbers_and_leaves_nothing() -> None:
-    store = PICacheStore(device_bytes=2 * NBYTES, host_bytes=10 * NBYTES)
-    use(store, "k1")
-    with pytest.raises(PICacheTooLargeError, match=rf"has {9 * 8} bytes.*budget is {2 * NBYTES}; raise device_bytes"):
-        acquire(store, ["k1", "k2"], Compiler(tokens=9))
-    store.check_integrity()
-    assert (store.lookup("k1"), store.lookup("k2")) == ("device", None)
-    assert store.stats().in_use == 0
-    assert issubclass(PICacheTooLargeError, ValueError)
-    assert issubclass(StoreFullError, RuntimeError)
 
 
 def test_who_compiles_may_use_the_store_but_not_for_the_same_key() -> None:
@@ -125,40 +96,15 @@ def test_who_compiles_may_use_the_store_but_not_for_the_same_key() -> None:
 
 
 @pytest.mark.parametrize("pinned", [False, True])
-def test_expired_is_a_miss(pinned: bool) -> None:
-    clock = Clock()
-    store = PICacheStore(device_bytes=2 * NBYTES, clock=clock)
+def test_what_has_expired_makes_room(pinned: bool) -> None:
+    now = [100.0]
+    store = PICacheStore(device_bytes=2 * NBYTES, clock=lambda: now[0])
     use(store, "k1", ttl_s=10)
     use(store, "k2")
-    if pinned:
-        store.pin("k1")
-    clock.now += 9.9
-    assert use(store, "k1", ttl_s=100) == ["device"]  # a hit does not renew
-    clock.now += 0.1
-    assert store.lookup("k1") is None
-    assert store.stats().expired == 1
-    assert store.stats().pinned == 0
-    assert use(store, "k1", "k2") == ["compiled", "device"]
-    store.set_expiry("k1", 1)
     assert not pinned or store.pin("k1")
-    clock.now += 1
-    assert use(store, "k3", "k2") == ["compiled", "device"]  # what has expired makes room, pinned or not
-
-
-def test_what_expires_is_on_no_disk(tmp_path: Path) -> None:
-    store = PICacheStore(device_bytes=2 * NBYTES, disk_path=tmp_path)
-    use(store, "k1", ttl_s=10)
-    use(store, "k2")
-    assert store.flush() == 1
-    assert store.set_expiry("k2", 10)
-    assert files(tmp_path) == []
-    use(store, "k3", "k4")
-    assert files(tmp_path) == []
-    with pytest.raises(ValueError, match="ttl_s expects seconds > 0"):
-        store.set_expiry("k3", 0)
-    # files of earlier versions had an end
-    (tmp_path / f"k5{SUFFIX}").write_bytes(with_metadata(serialize(pic("k5"), "k5"), expires_at="1e9"))
-    assert use(PICacheStore(disk_path=tmp_path), "k5") == ["compiled"]
+    now[0] += 10
+    assert use(store, "k3", "k2") == ["compiled", "device"]
+    assert (store.stats().expired, store.stats().pinned) == (1, 0)
 
 
 # ---- tiers ----
@@ -199,7 +145,22 @@ def test_another_device_holds_its_own_copies() -> None:
         assert found.token_ids is ids  # read by the host, so they stay there
 
 
-# ---- check_integrity can fail ----
+# ---- the index, and the check of both ----
+
+
+def filled() -> CacheIndex[str]:
+    """Two tiers; "a" is in the upper one, "held" was dropped in use."""
+    index: CacheIndex[str] = CacheIndex({"upper": Tier(10), "lower": Tier(None)}, clock=lambda: 0.0)
+    index.add("upper", IndexEntry("a", 4, "A"))
+    index.add("upper", IndexEntry("held", 5, "H", references=1))
+    index.drop("held")
+    return index
+
+
+def stored() -> PICacheStore:
+    store = PICacheStore(host_bytes=1000)
+    use(store, "k1")
+    return store
 
 
 def spoil_claim(store: PICacheStore) -> None:
@@ -209,16 +170,328 @@ def spoil_claim(store: PICacheStore) -> None:
 
 
 @pytest.mark.parametrize(
-    ("spoil", "invariant"),
+    ("make", "spoil", "invariant"),
     [
-        (lambda store: setattr(store._device.entries["k1"], "value", pic("k1", 9)), "k1 counted as 32 bytes, has 72"),
-        (spoil_claim, "no key in flight without an owner: .*k9"),
-        (lambda store: store._index.add("host", replace(store._device.entries["k1"])), "no key on device and host"),
+        (filled, lambda i: setattr(i.tiers["upper"], "used", 8), "upper: 8 counted as used equal the sum of entries 9"),
+        (filled, lambda i: setattr(i.tiers["upper"], "budget", 8), "upper: 9 used within the budget 8"),
+        (filled, lambda i: setattr(i.tiers["upper"].entries["a"], "references", -1), "references of a >= 0"),
+        (filled, lambda i: setattr(i.tiers["upper"].entries["a"], "key", "b"), "listed as a, is b in upper"),
+        (filled, lambda i: i.add("lower", i.tiers["upper"].entries["a"]), "upper"),
+        (filled, lambda i: i.held.clear(), "9 counted as used equal the sum of entries 4"),
+        (filled, lambda i: setattr(next(iter(i.held)), "references", 0), "held entries are in use"),
+        (filled, lambda i: i.pins.update(a=0), "pins > 0"),
+        (stored, lambda s: setattr(s._device.entries["k1"], "value", pic("k1", 9)), "k1 counted as 32 bytes, has 72"),
+        (stored, spoil_claim, "no key in flight without an owner: .*k9"),
+        (stored, lambda s: s._index.add("host", replace(s._device.entries["k1"])), "no key on device and host"),
     ],
 )
-def test_check_integrity_names_the_broken_invariant(spoil: Callable[[PICacheStore], None], invariant: str) -> None:
-    store = PICacheStore(host_bytes=1000)
-    use(store, "k1")
-    spoil(store)
+def test_check_integrity_names_the_broken_invariant(
+    make: Callable[[], Any], spoil: Callable[[Any], None], invariant: str
+) -> None:
+    checked = make()
+    checked.check_integrity()
+    spoil(checked)
     with pytest.raises(IntegrityError, match=invariant):
+        checked.check_integrity()
+
+
+def test_what_is_freed_is_freed_once_and_when_nobody_uses_it() -> None:
+    freed: list[str] = []
+    pool: Tier[str] = Tier(3)
+    index = CacheIndex({"pool": pool}, clock=lambda: 0.0, freed=lambda entry: freed.append(entry.key))
+    entries = {key: IndexEntry(key, 1, key, references=int(key == "used")) for key in ("old", "used", "new")}
+    for one in entries.values():
+        index.add("pool", one)
+    assert index.pin("old")
+    assert index.make_room("pool", 2) is None
+    assert [victim.key for victim in index.make_room("pool", 1) or ()] == ["new"]
+    assert index.drop("used")
+    assert index.drop("old")
+    assert freed == ["new", "old"]
+    assert not index.unpin("old")
+    index.release(entries["used"])
+    assert freed == ["new", "old", "used"]
+    assert index.tiers["pool"].used == 0
+    new = replace(entries["new"])
+    index.add("pool", new)
+    assert index.make_room("pool", 4) is None
+    assert index.make_room("pool", 3) == [new]
+
+
+# ---- the disk: restarts, damage, full disks, foreign folders ----
+
+
+def test_a_new_store_finds_the_files_in_their_order_of_use(tmp_path: Path) -> None:
+    first = PICacheStore(disk_path=tmp_path)
+    use(first, "k1", "k2", "k3")
+    assert first.flush() == 3
+    assert first.flush() == 0
+    size = len(serialize(pic("k1"), "k1"))
+    for age, key in enumerate(("k2", "k3", "k1")):  # k1 is the oldest
+        os.utime(tmp_path / f"{key}{SUFFIX}", (1e9 - age, 1e9 - age))
+    again = PICacheStore(disk_path=tmp_path, disk_bytes=2 * size)
+    assert [again.lookup(key) for key in ("k1", "k2", "k3")] == [None, "disk", "disk"]
+    assert files(tmp_path) == ["k2", "k3"]
+    assert use(again, "k2", "k1") == ["disk", "compiled"]
+
+
+@pytest.mark.parametrize("cut", [0, 1, 7, 8, 60, 200, -1])
+@pytest.mark.parametrize("restart", [False, True])
+def test_a_half_written_file_is_a_miss_said_once(
+    cut: int, restart: bool, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    store = PICacheStore(device_bytes=NBYTES, disk_path=tmp_path)
+    use(store, "k1")
+    use(store, "k2")
+    path = tmp_path / f"k1{SUFFIX}"
+    path.write_bytes(path.read_bytes()[:cut])
+    with caplog.at_level(logging.WARNING):
+        store = PICacheStore(device_bytes=NBYTES, disk_path=tmp_path) if restart else store
+        assert use(store, "k1") == ["compiled"]
+        assert use(store, "k1") == ["device"]
+    assert [str(path) in record.message for record in caplog.records] == [True]
+    assert store.stats().tiers["disk"].damaged == 1
+    assert not path.exists()
+    use(store, "k2")  # k1 is written anew
+    assert use(store, "k1") == ["disk"]
+
+
+def test_a_file_name_is_not_trusted(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    store = PICacheStore(disk_path=tmp_path)
+    use(store, "k1")
+    store.flush()
+    (tmp_path / f"k1{SUFFIX}").rename(tmp_path / f"k2{SUFFIX}")
+    # files of earlier versions had an end
+    (tmp_path / f"k5{SUFFIX}").write_bytes(with_metadata(serialize(pic("k5"), "k5"), expires_at="1e9"))
+    assert use(PICacheStore(disk_path=tmp_path), "k2", "k5") == ["compiled", "compiled"]
+    assert "the file holds 'k1'" in caplog.text
+
+
+@pytest.mark.parametrize("function", ["os.fsync", "pathlib.Path.replace", "comb.files.os.open"])
+@pytest.mark.parametrize("code", [errno.ENOSPC, errno.EACCES])
+def test_a_full_disk_is_said_once_and_service_goes_on(
+    function: str, code: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    store = PICacheStore(device_bytes=NBYTES, disk_path=tmp_path)
+
+    def full(*arguments: object) -> None:
+        raise OSError(code, os.strerror(code))
+
+    with monkeypatch.context() as broken:
+        broken.setattr(function, full)
+        for key in ("k1", "k2", "k3"):
+            assert use(store, key) == ["compiled"]
+    assert store.stats().tiers["disk"].write_errors == 2
+    assert [os.strerror(code) in record.message for record in caplog.records] == [True]
+    assert files(tmp_path) == []  # no partial file
+    assert store.lookup("k1") is None
+    use(store, "k4")  # the disk works again
+    assert use(store, "k3") == ["disk"]
+
+
+def test_left_over_temporary_files_of_a_dead_process_are_deleted(tmp_path: Path) -> None:
+    dead = subprocess.Popen([sys.executable, "-c", ""])
+    dead.wait()
+    alive, ours, other = f"1-x-{'0' * 8}", f"{os.getpid()}-{comb.files._PROCESS}-x", f"{dead.pid}-x-x"
+    names = {f".tmp-{comb.files._HOST}-{name}": name == other for name in (alive, ours, other)}
+    names[f".tmp-{comb.files._HOST}-{os.getpid()}-before-x"] = True  # our id, an earlier process
+    names[".tmp-elsewhere-1-x-new"] = False
+    names[".tmp-elsewhere-1-x-old"] = True
+    names[".tmp-something else"] = False
+    for name in names:
+        (tmp_path / name).write_bytes(b"half")
+    os.utime(tmp_path / ".tmp-elsewhere-1-x-old", (1, 1))
+    PICacheStore(disk_path=tmp_path)
+    assert set(files(tmp_path)) == {name for name, deleted in names.items() if not deleted}
+
+
+def test_the_folder_is_private(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path))
+    old_mask = os.umask(0)
+    try:
+        PICacheStore(disk_path="~/new/cache")
+        for name in ("empty", "served", "home"):
+            (tmp_path / name).mkdir(mode=0o755)
+        for name in ("served", "home"):
+            (tmp_path / name / "private").mkdir(mode=0o700)
+        for name in ("empty", "served"):
+            PICacheStore(disk_path=tmp_path / name)
+    finally:
+        os.umask(old_mask)
+    for name in ("new/cache", "empty", "served"):
+        assert stat.S_IMODE((tmp_path / name).stat().st_mode) == 0o700
+    (tmp_path / "home" / "letter.txt").write_text("mine")
+    with pytest.raises(ValueError, match=r"mode 0755 and holds 'letter\.txt'; give an empty or new folder"):
+        PICacheStore(disk_path=tmp_path / "home")
+    assert stat.S_IMODE((tmp_path / "home").stat().st_mode) == 0o755
+    (tmp_path / "file").write_text("no folder")
+    with pytest.raises(ValueError, match="disk_path expects a folder that can be made and read"):
+        PICacheStore(disk_path=tmp_path / "file")
+
+
+def test_other_files_in_the_folder_are_left_alone(tmp_path: Path) -> None:
+    (tmp_path / "model.safetensors").write_bytes(b"someone's weights")
+    store = PICacheStore(disk_path=tmp_path)
+    use(store, "k1")
+    store.flush()
+    store.clear()
+    assert files(tmp_path) == ["model.safetensors"]
+
+
+def test_a_file_that_can_neither_be_read_nor_deleted_is_ignored(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    (tmp_path / f"k1{SUFFIX}").mkdir()  # reading and deleting a folder as a file fail for everyone, root too
+    store = PICacheStore(device_bytes=NBYTES, disk_path=tmp_path)
+    assert use(store, "k1") == ["compiled"]
+    use(store, "k2")  # k1 can't be written either
+    assert store.stats().tiers["disk"].write_errors == 1
+    assert use(store, "k1") == ["compiled"]
+    assert caplog.text.count("dropping the unusable file") == 1
+
+
+def test_a_folder_deleted_under_us_is_no_crash(tmp_path: Path) -> None:
+    folder = tmp_path / "cache"
+    store = PICacheStore(device_bytes=NBYTES, disk_path=folder)
+    use(store, "k1")
+    with hold(store, "k2"):
+        for path in folder.iterdir():
+            path.unlink()
+        folder.rmdir()
+    assert use(store, "k1") == ["compiled"]
+    assert store.stats().tiers["disk"].write_errors == 1
+    store.check_integrity()
+
+
+def test_trouble_while_moving_down_loses_an_entry_not_a_request(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    store = PICacheStore(device_bytes=NBYTES, disk_path=tmp_path)
+    use(store, "k1")
+    with monkeypatch.context() as broken:
+        broken.setattr("comb.cache.tiers.serialize", lambda *arguments, **options: 1 / 0)
+        assert use(store, "k2") == ["compiled"]
+    assert "could not move the PICache k1" in caplog.text
+    assert use(store, "k1") == ["compiled"]
+
+
+# ---- between threads ----
+
+
+def in_threads(count: int, work: Callable[[int], None]) -> None:
+    """Runs `work(0..count-1)` at once; raises the first error; fails if a thread hangs."""
+    errors: list[BaseException] = []
+    barrier = threading.Barrier(count)
+
+    def run(index: int) -> None:
+        try:
+            barrier.wait(10)
+            work(index)
+        except BaseException as error:
+            errors.append(error)
+
+    threads = [threading.Thread(target=run, args=(index,), daemon=True) for index in range(count)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(15)
+    assert not any(thread.is_alive() for thread in threads), "a thread hangs"
+    if errors:
+        raise errors[0]
+
+
+def test_sixteen_threads_compile_each_key_once() -> None:
+    store, compiler = PICacheStore(), Compiler()
+    names = [f"k{index}" for index in range(8)]
+
+    def work(index: int) -> None:
+        keys = names[index % 8 :] + names[: index % 8]  # everyone starts elsewhere
+        with acquire(store, keys, compiler) as held:
+            for key in keys:
+                assert held[key].picache.token_ids[0] == int(key[1:])
+
+    in_threads(16, work)
+    assert sorted(compiler.compiled) == names
+    assert store.stats().in_use == 0
+    assert (store.stats().misses, store.stats().hits) == (8, 16 * 8 - 8)
+    store.check_integrity()
+
+
+def test_a_failing_thread_hands_over_to_a_waiting_one() -> None:
+    store, compiler = PICacheStore(), Compiler()
+    compiling, go = threading.Event(), threading.Event()
+
+    def slow_and_failing(keys: list[str]) -> list[TokenPICache]:
+        compiling.set()
+        assert go.wait(10)
+        raise RuntimeError("compile failed")
+
+    def work(index: int) -> None:
+        if index == 0:
+            with pytest.raises(RuntimeError, match="compile failed"):
+                acquire(store, ["k1"], slow_and_failing)
+            return
+        assert compiling.wait(10)
+        threading.Timer(0.05, go.set).start()
+        with acquire(store, ["k1"], compiler) as held:
+            assert held["k1"].picache.token_ids[0] == 1
+
+    in_threads(5, work)
+    assert compiler.compiled == ["k1"]
+    store.check_integrity()
+
+
+@pytest.mark.parametrize("forget", [lambda store: store.remove("k1"), lambda store: store.clear()])
+def test_removed_while_being_compiled_is_not_stored(forget: Callable[[PICacheStore], object]) -> None:
+    store = PICacheStore()
+    with store.acquire(["k1"]) as held:
+        assert held.missing() == ["k1"]
+        assert forget(store) is not False
+        held.add([pic("k1")])
+        assert held["k1"].picache.token_ids[0] == 1
+        assert store.lookup("k1") is None
         store.check_integrity()
+    assert store.stats().tiers["device"].bytes == 0
+
+
+@pytest.mark.parametrize(
+    ("write", "change", "left"),
+    [
+        (lambda store: use(store, "k2"), lambda store: store.remove("k1"), None),
+        (lambda store: store.flush(), lambda store: store.set_expiry("k1", 10), "device"),
+    ],
+)
+def test_removed_or_given_an_end_while_being_written_leaves_no_file(
+    write: Callable[[PICacheStore], object], change: Callable[[PICacheStore], object], left: str | None,
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
+    store = PICacheStore(device_bytes=NBYTES, disk_path=tmp_path)
+    use(store, "k1")
+    sync = os.fsync
+    monkeypatch.setattr("os.fsync", lambda descriptor: (change(store), sync(descriptor)))
+    write(store)
+    assert files(tmp_path) == []
+    assert store.lookup("k1") == left
+
+
+def test_many_threads_with_small_budgets_stay_consistent(tmp_path: Path) -> None:
+    store = PICacheStore(device_bytes=12 * NBYTES, host_bytes=2 * NBYTES, disk_path=tmp_path, disk_bytes=2000)
+
+    def work(seed: int) -> None:
+        generator = torch.Generator().manual_seed(seed)
+        for step in range(40):
+            keys = [f"k{i}" for i in torch.randperm(16, generator=generator)[:2].tolist()]
+            if step % 7 == 6:
+                store.remove(keys[0])
+            if step % 11 == 10:
+                store.flush()
+            with acquire(store, keys, Compiler(), 0.02 if step % 5 == 0 else None) as held:
+                for key in keys:
+                    assert set(held[key].picache.token_ids.tolist()) == {int(key[1:])}
+                store.check_integrity()
+
+    in_threads(6, work)
+    store.check_integrity()
+    assert store.stats().in_use == store.stats().removed_in_use == 0
+    assert store.stats().tiers["disk"].damaged == store.stats().tiers["disk"].write_errors == 0
+    assert not store._index.claims

@@ -25,6 +25,11 @@ from tests.helpers.stores import acquire, files
 SIZES = {"a": 8, "b": 8, "c": 16, "d": 16, "e": 24, "f": 32, "huge": 72}  # bytes
 DEVICE_BYTES, HOST_BYTES = 64, 40
 KEYS = st.sampled_from(sorted(SIZES.keys() - {"huge"}))
+ERRORS: dict[type[Exception], tuple[type[Exception], str]] = {
+    PICacheTooLargeError: (ValueError, "has 72 bytes.*budget is 64; raise device_bytes"),
+    StoreFullError: (RuntimeError, r"no room for \d+ bytes"),
+    ZeroDivisionError: (ZeroDivisionError, "by zero"),
+}
 REQUESTS = st.lists(KEYS, min_size=1, max_size=4) | st.just(["a", "huge"])
 
 
@@ -200,8 +205,10 @@ class StoreMachine(RuleBasedStateMachine):
             ]
 
         if isinstance(expected, type):
-            with pytest.raises(expected):
+            kind, said = ERRORS[expected]
+            with pytest.raises(kind, match=said) as error:
                 acquire(self.store, keys, compile, ttl_s)
+            assert error.type is expected
         else:
             held = acquire(self.store, keys, compile, ttl_s)
             assert {key: ref.tier for key, ref in held.items()} == expected

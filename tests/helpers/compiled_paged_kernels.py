@@ -1,6 +1,6 @@
 """Compiles the kernels of paged attention for a GPU where there is none; prints what each takes, by ptxas.
 
-Run by test_paged_attention.py in a process of its own. Fails if a kernel of the usual sizes spills, keeps fewer than
+Run by test_compiled_kernels.py in a process of its own. Fails if a kernel of the usual sizes spills, keeps fewer than
 two tiles of keys or values in flight, or takes more of a multiprocessor than `launch_for` counts on; those of float32
 must not spill, and others that a benchmark may try, may.
 """

@@ -9,20 +9,12 @@ from typing import Any
 
 import torch
 
-from comb.cache.picache import TokenPICache
+from comb.cache.picache import PICache, TokenPICache
 from comb.cache.store import AcquiredPICaches, PICacheStore
 from comb.cache.tiers import SUFFIX
 
 TOKENS = 4
 NBYTES = 8 * TOKENS
-
-
-class Clock:
-    def __init__(self, now: float = 100.0) -> None:
-        self.now = now
-
-    def __call__(self) -> float:
-        return self.now
 
 
 class Compiler:
@@ -70,8 +62,15 @@ def hold(store: PICacheStore, *keys: str) -> AcquiredPICaches:
     return acquire(store, keys, Compiler())
 
 
-def fail(keys: list[str]) -> list[TokenPICache]:
-    raise RuntimeError("compile failed")
+def same(ours: Sequence[PICache], theirs: Sequence[PICache]) -> bool:
+    """Whether all PICaches are equal, bit for bit."""
+
+    def content(picache: PICache) -> list[Any]:
+        tensors = picache.tensors().items()
+        bits = [(name, t.dtype, t.shape, t.contiguous().view(torch.uint8).tolist()) for name, t in sorted(tensors)]
+        return [type(picache), picache.fingerprint, *bits]
+
+    return [content(each) for each in ours] == [content(each) for each in theirs]
 
 
 def files(folder: Path) -> list[str]:

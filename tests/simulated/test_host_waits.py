@@ -6,28 +6,25 @@ Of its own process, as the simulated device is. Ceilings are what was counted wh
 
 from __future__ import annotations
 
-import sys
 from collections import Counter
 from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import dataclass
-from functools import wraps
 from typing import Any
 
 import pytest
 import torch
-from transformers import LlamaConfig, LlamaForCausalLM
 
 from comb import CombForCausalLM, PICEngine, methods
 from comb.backbones.identity import one_walk
 from comb.cache.picache import DecoderPICache
 from comb.cache.quantization import quantize
 from comb.cache.store import PICacheStore
-from comb.hybrid.link import SequentialLinker
 from comb.linking import recomputed
 from comb.linking.cache import ScatteredRows
 from comb.mac import mac, session
 from comb.methods.base import LinkRequest, Method
+from tests.helpers.families import open_gates, tiny
 from tests.helpers.hybrids import tiny_hybrid
 from tests.helpers.simulated_device import DEVICE, SimulatedDevice, move
 from tests.helpers.tiny_engine import BOOK, CITY, LAKE, QUESTION, TEMPLATE, make_backbone, make_comb, make_tokenizer
@@ -40,22 +37,12 @@ GREEDY: dict[str, Any] = {"do_sample": False, "pad_token_id": 0}
 
 
 def llama() -> Any:
-    torch.manual_seed(0)
-    config = LlamaConfig(
-        vocab_size=100, hidden_size=32, intermediate_size=64, num_hidden_layers=LAYERS, num_attention_heads=4,
-        num_key_value_heads=2, max_position_embeddings=512,
-    )  # fmt: skip
-    return LlamaForCausalLM(config).eval()
+    return tiny("llama", max_position_embeddings=512)
 
 
 def comb() -> Any:
-    torch.manual_seed(0)
-    model = CombForCausalLM.from_backbone(llama(), cross_attention_layers=[1, 2, 3], num_encoder_layers=2).eval()
-    with torch.no_grad():
-        for block in model.cross_blocks:
-            block.attention_gate.fill_(0.3)
-            block.mlp_gate.fill_(0.3)
-    return model
+    made = CombForCausalLM.from_backbone(llama(), cross_attention_layers=[1, 2, 3], num_encoder_layers=2)
+    return open_gates(made, 0.3, 0.3).eval()
 
 
 @dataclass(frozen=True)
@@ -277,36 +264,3 @@ def test_what_the_device_counts() -> None:
         assert other.tolist() == [[0.0, 7.0], [4.0, 9.0], [8.0, 11.0]]
         with pytest.raises(RuntimeError, match="of the host beside some of the device"):
             torch.arange(6.0) + one
-
-
-def test_what_a_hybrid_launches_by_linear_layer(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of a link: each run's plain scan, which is one kernel where flash-linear-attention is installed, and each jump
-    over a document, which composes its state with that in front."""
-    launches: Counter[str] = Counter()
-    with SimulatedDevice() as device:
-
-        def counting(owner: Any, name: str) -> None:
-            function = getattr(owner, name)
-
-            @wraps(function)
-            def call(*args: Any, **kwargs: Any) -> Any:
-                before = device.launches.total()
-                result = function(*args, **kwargs)
-                launches[name] += device.launches.total() - before
-                launches[f"calls of {name}"] += 1
-                return result
-
-            monkeypatch.setattr(owner, name, call)
-
-        model = move(tiny_hybrid("qwen3_5"))
-        method = made("hypic:4", model)
-        request = LinkRequest(method.compile(DOCUMENTS), QUERY, HEAD)
-        method.link_batch([request])  # what is found out once for a model
-        counting(sys.modules[type(model).__module__], "torch_chunk_gated_delta_rule")
-        counting(SequentialLinker, "jump")
-        method.link_batch([request])
-    linear = 3  # of four layers
-    assert launches["calls of torch_chunk_gated_delta_rule"] == linear * (1 + len(DOCUMENTS))
-    assert launches["calls of jump"] == linear * len(DOCUMENTS)
-    assert launches["torch_chunk_gated_delta_rule"] <= 660  # 55 a call, of up to 64 tokens
-    assert launches["jump"] <= 99  # 11 for a document and layer

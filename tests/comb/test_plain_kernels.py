@@ -1,8 +1,10 @@
-"""Attention to documents in blocks: the plain way, the plan of the work, and the kernels where there is no GPU."""
+"""What computes where there is no GPU: the plain ways, the plan of the work, and what the kernels' checks notice."""
 
 from __future__ import annotations
 
 import heapq
+from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -10,11 +12,12 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from comb.kernels.dispatch import attend
+from comb.kernels.dispatch import attend, why_plain_step
 from comb.kernels.dispatch import why_plain_attention as why_plain
 from comb.kernels.launch import Launch
+from comb.kernels.mac.mac_config import MacConfig
 from comb.kernels.paged.attention import BlockTable, PagedBatch, attend_plain
-from comb.kernels.paged.plan import PagedLaunch, PagedPlan, make_plan, to_device
+from comb.kernels.paged.plan import PagedLaunch, PagedPlan, make_plan
 from tests.helpers.paged_cases import by_hand, in_fp8, paged_case
 
 CPU = torch.device("cpu")
@@ -152,24 +155,99 @@ def test_shares_fill_the_programs_and_grow_with_the_documents_of_the_step_alone(
             assert int(sizes.max()) <= max(8, -(-length // 16))
 
 
-def test_arrays_arrive_as_they_were() -> None:
-    import numpy as np
-
-    arrays = [np.arange(6, dtype=np.int32).reshape(2, 3), np.zeros((0, 4), dtype=np.int32), np.int32([7])]
-    assert [tensor.tolist() for tensor in to_device(arrays, CPU)] == [[[0, 1, 2], [3, 4, 5]], [], [7]]
-
-
-def test_reasons_for_the_plain_way(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_reasons_for_the_plain_ways(monkeypatch: pytest.MonkeyPatch) -> None:
     query, layer, _ = paged_case(torch.float32)
+
+    def step(dtype: torch.dtype, keys: torch.dtype | None = None, *, width: int = 8, heads: int = 2) -> str:
+        some = torch.zeros(1, 1, 3, width, dtype=keys or dtype)
+        return why_plain_step(torch.zeros(1, heads, width, dtype=dtype), some, some)
+
     monkeypatch.setattr("comb.kernels.dispatch.has_triton", lambda: True)
     monkeypatch.setattr("comb.kernels.dispatch.INTERPRETED", False)
-    assert why_plain(query, layer) == "device cpu"
+    assert why_plain(query, layer) == step(torch.float32) == "device cpu"
     monkeypatch.setattr("comb.kernels.dispatch.INTERPRETED", True)
     assert why_plain(query, layer) == why_plain(query, in_fp8(layer)) == why_plain(query.half(), in_fp8(layer)) == ""
+    assert step(torch.float32) == step(torch.bfloat16) == ""
     assert why_plain(query.double(), layer) == "float64 queries"
+    assert step(torch.float64) == "float64 queries, float64 keys"
     assert why_plain(query.half(), layer) == "float16 queries, float32 keys"
+    assert step(torch.float32, torch.bfloat16) == "float32 queries, bfloat16 keys"
     assert why_plain(query.to("meta"), layer) == "the pool is on cpu, queries are on meta"
-    assert why_plain(torch.zeros(1, 2, 300), layer) == "heads of more than 256 channels"
-    assert why_plain(torch.zeros(1, 200, 10), layer) == "more than 64 query heads to a key/value head"
+    for reason in (why_plain(torch.zeros(1, 2, 300), layer), step(torch.float32, width=320)):
+        assert reason == "heads of more than 256 channels"
+    for reason in (why_plain(torch.zeros(1, 200, 10), layer), step(torch.float32, heads=65)):
+        assert reason == "more than 64 query heads to a key/value head"
     monkeypatch.setattr("comb.kernels.dispatch.has_triton", lambda: False)
-    assert why_plain(query, layer) == "triton is not installed"
+    assert why_plain(query, layer) == step(torch.float32) == "triton is not installed"
+
+
+# ---- what the checks of a GPU's kernels notice, by answers of the plain way with faults in them ----
+
+
+@pytest.fixture
+def cases() -> Any:
+    pytest.importorskip("triton", reason="the cases know the kernels: pip install triton")
+    from comb.kernels import cases
+
+    return cases
+
+
+def paged(cases: Any, dtype: torch.dtype, *, fp8: bool = False) -> Any:
+    return cases.PagedCase(2, 4, 500, 1, dtype, fp8, heads=4, groups=2, width=64).make(CPU)
+
+
+def mac(cases: Any, hits: float, dtype: torch.dtype) -> Any:
+    config = MacConfig(window=64, band=128, tau=0.6, min_length=0, max_chain=None, max_drift=False)
+    return cases.MacCase(config, 2, 3000, hits, dtype, heads=4, groups=2, width=64).make(CPU)
+
+
+@pytest.mark.parametrize("fp8", [False, True], ids=["plain", "fp8"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
+def test_paged_checks_take_rounding_and_nothing_else(cases: Any, dtype: torch.dtype, fp8: bool) -> None:
+    call = paged(cases, dtype, fp8=fp8)
+    assert call.error(call.rival()) < call.bound / 2
+    wrong = {name: call.error(make()) for name, make in call.wrong.items()}
+    assert len(wrong) == 3
+    # one tile in 31 of one row: a sixth of its answer, however small attention to noise is
+    assert min(wrong.values()) > 5 * call.bound
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("hits", [0.0, 0.5, 1.0])
+def test_mac_checks_take_rounding_and_nothing_else(cases: Any, hits: float, dtype: torch.dtype) -> None:
+    call = mac(cases, hits, dtype)
+    step, rings = call.plain()
+    assert call.error((replace(step, output=step.output.to(dtype)), rings)) < call.bound / 2
+    wrong = {name: call.error(make()) for name, make in call.wrong.items()}
+    assert len(wrong) == 2
+    assert min(wrong.values()) > 4 * call.bound
+    # the exact attention that kernels are timed against
+    assert call.rival_error(call.rival()) < call.bound
+    assert min(call.rival_error(make()) for make in call.wrong_rivals.values()) > 10 * call.bound
+    rings.pos[0, 0] += 1  # a ring that was not written
+    assert call.error((step, rings)) == float("inf")
+
+
+def test_a_fault_says_what_is_wrong(cases: Any) -> None:
+    call = paged(cases, torch.bfloat16)
+    right = replace(call, answer=call.rival)
+    errors, fault = right.fault()
+    assert fault == ""
+    assert errors["least_wrong"] > 5 * call.bound
+    broken = replace(call, answer=call.wrong["a tile left out"]).fault()[1]
+    assert broken.startswith("the kernel is off by 0.")
+    assert "compared with" in replace(right, rival=call.wrong["scores a tenth too large"]).fault()[1]
+    # a check that would let a wrong kernel pass is no check
+    assert replace(right, bound=0.2).fault()[1].startswith("the check would hardly notice a tile left out")
+    assert replace(right, answer=lambda: call.rival() * float("nan")).fault()[1] != ""
+
+
+def test_errors_are_of_each_vector_alone(cases: Any) -> None:
+    wanted = torch.tensor([[3.0, 4.0], [0.03, 0.04]])
+    assert cases.relative_error(wanted, wanted) == 0
+    off = wanted.clone()
+    off[1, 0] += 0.01
+    assert cases.relative_error(off, wanted) == pytest.approx(0.2)
+    off[0, 0] = float("nan")
+    assert cases.relative_error(off, wanted) == float("inf")
+    assert cases.relative_error(torch.zeros(1, 2), torch.zeros(1, 2)) == 0

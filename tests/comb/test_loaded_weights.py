@@ -1,4 +1,4 @@
-"""Checkpoints from which a part is missing, or that hold another model than they say: refused by name."""
+"""Checkpoints that lack a part or hold another model are refused by name; others are quantised as they are loaded."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import json
 import logging
 import shutil
 from collections.abc import Callable
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -13,19 +14,14 @@ import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from transformers import (
-    AutoTokenizer,
-    GPT2Config,
-    GPT2LMHeadModel,
-    GPTJConfig,
-    GPTJForCausalLM,
-    OPTConfig,
-    OPTForCausalLM,
-)
+from transformers import AutoTokenizer
+from transformers.quantizers import HfQuantizer, register_quantization_config, register_quantizer
+from transformers.utils.quantization_config import QuantizationConfigMixin
 
-from comb import CombForCausalLM, PICEngine
+from comb import CombForCausalLM, PICEngine, methods
 from comb.backbones.damage import check_files
-from comb.backbones.loading import load_backbone, resolve_name
+from comb.backbones.loading import load_backbone, load_model, resolve_name
+from comb.linktokens.modeling import LinkTokensForCausalLM
 from tests.helpers.byte_text import byte_llama, byte_tokenizer
 from tests.helpers.families import FAMILIES, tiny
 from tests.helpers.gguf_files import same_weights, write_gguf
@@ -210,18 +206,6 @@ def test_a_gguf_tokenizer_begins_texts_as_the_file_says(tmp_path: Path, model: A
     assert (tokenizer("a")["input_ids"][0] == tokenizer.bos_token_id) == wanted
 
 
-SMALL = {"vocab_size": 64, "n_positions": 32}
-OLD: dict[str, Callable[[], Any]] = {
-    "llama": byte_llama,
-    "gpt2": lambda: GPT2LMHeadModel(GPT2Config(**SMALL, n_embd=16, n_layer=1, n_head=2)),
-    "gptj": lambda: GPTJForCausalLM(GPTJConfig(**SMALL, n_embd=16, n_layer=1, n_head=2, rotary_dim=4)),
-    "opt": lambda: OPTForCausalLM(
-        OPTConfig(vocab_size=64, hidden_size=16, num_hidden_layers=1, ffn_dim=16, num_attention_heads=2,
-                  word_embed_proj_dim=16, max_position_embeddings=32)
-    ),
-}  # fmt: skip
-
-
 @pytest.mark.parametrize(
     ("family", "names"),
     [
@@ -232,7 +216,7 @@ OLD: dict[str, Callable[[], Any]] = {
     ],
 )
 def test_buffers_that_old_checkpoints_hold_are_no_other_model(tmp_path: Path, family: str, names: list[str]) -> None:
-    model = OLD[family]()
+    model = tiny(family)
     model.save_pretrained(tmp_path)
     change(tmp_path, **{name: torch.ones(1) for name in names})
     loaded = load_backbone(tmp_path)
@@ -248,3 +232,91 @@ def test_files_that_nobody_reads_are_no_damage(folder: Path) -> None:
     (folder / "model.safetensors").unlink()
     with pytest.raises(ValueError, match=r"git-lfs pointer|gone\.bin"):
         check_files(folder)
+
+
+# ---- quantised as they are loaded: an adapter gets the backbone that it was trained on ----
+
+ASKED: Any = ("How deep?", ["The lake is deep.", "It is cold."])
+
+
+@register_quantization_config("rounded")
+class RoundedConfig(QuantizationConfigMixin):  # type: ignore[misc]
+    """To multiples of a step."""
+
+    def __init__(self, step: float = 0.01, **_: Any) -> None:
+        self.quant_method, self.step = "rounded", step
+
+
+@register_quantizer("rounded")
+class Rounding(HfQuantizer):  # type: ignore[misc]
+    requires_calibration = False
+
+    def _process_model_before_weight_loading(self, model: Any, **_: Any) -> None:
+        pass
+
+    def _process_model_after_weight_loading(self, model: Any, **_: Any) -> None:
+        for name, weight in model.named_parameters():
+            if "_proj" in name:
+                weight.data = (weight.data / self.quantization_config.step).round() * self.quantization_config.step
+
+    def is_serializable(self) -> bool:
+        return True
+
+    @property
+    def is_trainable(self) -> bool:
+        return True
+
+
+KINDS: dict[str, Any] = {"rounded": {"quant_method": "rounded", "step": 0.02}}
+if find_spec("bitsandbytes") is not None:  # not among what the tests install
+    KINDS["bitsandbytes"] = {"load_in_4bit": True, "bnb_4bit_compute_dtype": "float32"}
+
+
+def answered(model: Any, **options: Any) -> Any:
+    return PICEngine(model, byte_tokenizer(), **options).ask(*ASKED, max_new_tokens=8, min_new_tokens=8).token_ids
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("form", [{"num_encoder_layers": 1}, None])
+def test_an_adapter_is_loaded_onto_what_it_was_trained_on(kind: str, form: Any, folder: Path, tmp_path: Path) -> None:
+    adapter: Any = LinkTokensForCausalLM if form is None else CombForCausalLM
+    given = {"quantization_config": KINDS[kind], "dtype": torch.float32}
+    made = adapter.from_backbone(str(folder), **(form or {"token_ids": [40, 41]}), **given)
+    for block in getattr(made, "cross_blocks", ()):
+        block.attention_gate.data.fill_(0.7)
+    made.save_pretrained(tmp_path / "adapter", tokenizer=byte_tokenizer())
+    again = adapter.from_pretrained(tmp_path / "adapter", dtype=torch.float32)
+    assert answered(again) == answered(made)
+    ours, theirs, whole = (
+        each.model.layers[1].mlp.up_proj.weight for each in (again.backbone, made.backbone, load_model(str(folder)))
+    )
+    assert torch.equal(ours, theirs)
+    assert not torch.equal(ours, whole)
+    # a checkpoint that is quantised itself is taken as it is, and a loaded one, too
+    made.backbone.save_pretrained(tmp_path / "quantised")
+    for backbone, more in ((str(tmp_path / "quantised"), {"dtype": torch.float32}), (made.backbone, {})):
+        same = adapter.from_pretrained(tmp_path / "adapter", backbone=backbone, **more)
+        assert answered(same) == answered(made)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("spec", ["legolink:2", "naive", "prefix"])
+def test_its_documents_are_linked_as_any_models(kind: str, spec: str, folder: Path) -> None:
+    model = load_model(str(folder), quantization_config=KINDS[kind], dtype=torch.float32)
+    method = methods.create(spec, model)
+    assert method.fingerprint != methods.create("naive", load_model(str(folder))).fingerprint
+    if spec == "prefix":
+        assert answered(model, method=spec) == answered(model, method="full")
+
+
+def test_what_vllm_would_read_otherwise_is_not_served(folder: Path, tmp_path: Path) -> None:
+    from comb_serving.config.serve_options import ServeOptions
+    from comb_serving.launch import preflight
+
+    made = CombForCausalLM.from_backbone(str(folder), num_encoder_layers=1, quantization_config=KINDS["rounded"])
+    made.save_pretrained(tmp_path / "adapter", tokenizer=byte_tokenizer())
+    made.backbone.save_pretrained(tmp_path / "quantised")
+    options = ServeOptions(str(tmp_path / "adapter"))
+    with pytest.raises(ValueError, match="quantised as it was loaded, which vLLM doesn't do alike: save the quantised"):
+        preflight._check_read_alike(options)
+    preflight._check_read_alike(ServeOptions(str(tmp_path / "adapter"), backbone=str(tmp_path / "quantised")))
