@@ -1,25 +1,41 @@
-"""The nano world, its tokenizer, the packed rows and the checkpoint made from them."""
+"""The nano world and the backbones made on it: the plain one, the hybrid one, and that of ledgers."""
 
 from __future__ import annotations
 
-import functools
 import itertools
+import random
 import re
+from typing import Any
 
 import pytest
 import torch
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
-from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerFast
+from torch import Tensor
+from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaForCausalLM, PreTrainedTokenizerFast
 
-from comb_training.nano import CHECKPOINT, Question, Scene, World
+from comb import PICEngine, methods
+from comb.documents.datasets import read_dataset
+from comb_training.nano import CHECKPOINT, HYBRID_CHECKPOINT, LEDGER_CHECKPOINT, Question, Scene, World
 from comb_training.nano import world as words
-from comb_training.nano.world import pairs
+from comb_training.nano.world import ledger, pairs
 from scripts.nano.evaluate import exact_match
+from scripts.nano.hybrid import LINEAR, HybridRecipe, build_hybrid, distil, match_layers, row_stream
 from scripts.nano.initialise import build_model
+from scripts.nano.ledger import LedgerRecipe, build_ledger, row_batch, train
 from scripts.nano.packing import encode, pack
 from scripts.nano.pretrain import forward
 from scripts.nano.tokenizer import train_tokenizer
+
+
+@pytest.fixture(scope="module")
+def tokenizer() -> PreTrainedTokenizerFast:
+    return AutoTokenizer.from_pretrained(CHECKPOINT)
+
+
+@pytest.fixture(scope="module")
+def nano() -> LlamaForCausalLM:
+    return LlamaForCausalLM.from_pretrained(CHECKPOINT).eval().requires_grad_(False)
 
 
 def scenes(split: str, count: int = 60, **options: float) -> list[Scene]:
@@ -29,19 +45,6 @@ def scenes(split: str, count: int = 60, **options: float) -> list[Scene]:
 
 def every(kind: str) -> list[tuple[Scene, Question]]:
     return [(scene, q) for scene in scenes("heldout", 120) for q in scene.questions if q.kind == kind]
-
-
-@pytest.fixture(scope="module")
-def tokenizer() -> PreTrainedTokenizerFast:
-    return train_tokenizer(0)
-
-
-def test_splits_share_no_name() -> None:
-    for heads, tails in ((words.FIRST_NAMES, words.LAST_NAMES), (words.COMPANY_HEADS, words.COMPANY_TAILS)):
-        train, heldout = set(pairs(heads, tails, "train")), set(pairs(heads, tails, "heldout"))
-        assert train.isdisjoint(heldout)
-        assert len(train) + len(heldout) == len(heads) * len(tails)
-        assert 0.2 < len(heldout) / (len(train) + len(heldout)) < 0.3
 
 
 def test_heldout_names_never_occur_in_training_text() -> None:
@@ -98,24 +101,19 @@ def test_any_number_of_documents(count: int) -> None:
         assert all(len(world.scene(count, 8).documents) == count for _ in range(50))
 
 
-@functools.cache
-def _checkpoint_tokenizer() -> PreTrainedTokenizerFast:
-    return AutoTokenizer.from_pretrained(CHECKPOINT)
-
-
 @given(st.text(max_size=60))
 @example("Größe 😀👩‍👩‍👧")
 @example("日本語")
 @example("a  b\n\tc ")
 @example("\x00\x7f")
 @settings(max_examples=200, deadline=None)
-def test_tokenizer_round_trips_any_text(text: str) -> None:
-    loaded = _checkpoint_tokenizer()
-    ids = loaded(text, add_special_tokens=False)["input_ids"]
-    assert loaded.decode(ids, skip_special_tokens=False, clean_up_tokenization_spaces=False) == text
+def test_tokenizer_round_trips_any_text(tokenizer: PreTrainedTokenizerFast, text: str) -> None:
+    ids = tokenizer(text, add_special_tokens=False)["input_ids"]
+    assert tokenizer.decode(ids, skip_special_tokens=False, clean_up_tokenization_spaces=False) == text
 
 
-def test_chat_template_gives_the_prompt_layout(tokenizer: PreTrainedTokenizerFast) -> None:
+def test_chat_template_gives_the_prompt_layout() -> None:
+    tokenizer = train_tokenizer(0)
     for scene in scenes("heldout", 20):
         encoded = encode(tokenizer, scene)
         for number, question in enumerate(scene.questions):
@@ -130,8 +128,8 @@ def test_chat_template_gives_the_prompt_layout(tokenizer: PreTrainedTokenizerFas
 
 def test_packed_rows_equal_single_prompts(tokenizer: PreTrainedTokenizerFast) -> None:
     model = build_model(tokenizer, 0).eval()
-    torch.nn.init.normal_(model.model.layers[3].self_attn.o_proj.weight, std=0.1)
-    torch.nn.init.normal_(model.model.layers[3].mlp.down_proj.weight, std=0.1)
+    for part in (model.model.layers[3].self_attn.o_proj, model.model.layers[3].mlp.down_proj):
+        torch.nn.init.normal_(part.weight, std=0.1)
     encoded = [encode(tokenizer, scene) for scene in scenes("train", 5)]
     rows = pack(encoded, tokenizer.pad_token_id, document_weight=0.0)
     with torch.no_grad():
@@ -144,37 +142,181 @@ def test_packed_rows_equal_single_prompts(tokenizer: PreTrainedTokenizerFast) ->
     torch.testing.assert_close(packed, torch.cat(single), atol=1e-4, rtol=1e-4)
 
 
-@pytest.fixture(scope="module")
-def checkpoint() -> torch.nn.Module:
-    return AutoModelForCausalLM.from_pretrained(CHECKPOINT, dtype=torch.float32).eval()
-
-
-def test_checkpoint_is_small_and_knows_its_tokens(checkpoint: torch.nn.Module) -> None:
+def test_checkpoint_is_small_and_knows_its_tokens(nano: LlamaForCausalLM, tokenizer: PreTrainedTokenizerFast) -> None:
     assert sum(file.stat().st_size for file in CHECKPOINT.iterdir()) <= 10_000_000
-    loaded = _checkpoint_tokenizer()
-    assert (loaded.eos_token, loaded.pad_token, loaded.bos_token) == ("<|end|>", "<|pad|>", None)
-    assert checkpoint.generation_config.eos_token_id == loaded.eos_token_id
-    assert checkpoint.config.vocab_size == len(loaded)
+    assert (tokenizer.eos_token, tokenizer.pad_token, tokenizer.bos_token) == ("<|end|>", "<|pad|>", None)
+    assert nano.generation_config.eos_token_id == tokenizer.eos_token_id
+    assert nano.config.vocab_size == len(tokenizer)
 
 
-def test_checkpoint_answers_heldout_questions(checkpoint: torch.nn.Module) -> None:
-    scores = exact_match(checkpoint, _checkpoint_tokenizer(), num_scenes=15, seed=77)
+def test_checkpoint_answers_heldout_questions(nano: LlamaForCausalLM, tokenizer: PreTrainedTokenizerFast) -> None:
+    scores = exact_match(nano, tokenizer, num_scenes=15, seed=77)
     assert scores["all"]["n"] >= 80
     assert scores["all"]["exact_match"] >= 0.95, scores
 
 
-def test_checkpoint_reads_stories_in_the_forms_of_babi(checkpoint: torch.nn.Module) -> None:
+def test_checkpoint_reads_stories_in_the_forms_of_babi(
+    nano: LlamaForCausalLM, tokenizer: PreTrainedTokenizerFast
+) -> None:
     world = World(3, "train", stories=1.0)
     hits = []
     for _ in range(40):
         scene = world.scene(1, 1)
-        encoded = encode(_checkpoint_tokenizer(), scene)
+        encoded = encode(tokenizer, scene)
         ids = torch.tensor([encoded.prompt(0)])
-        output = checkpoint.generate(input_ids=ids, do_sample=False)[0, ids.shape[1] :]
+        output = nano.generate(input_ids=ids, do_sample=False)[0, ids.shape[1] :]
         hits.append(output.tolist() == encoded.answers[0])
     assert sum(hits) >= 38
 
 
-def test_checkpoint_cannot_answer_without_documents(checkpoint: torch.nn.Module) -> None:
-    scores = exact_match(checkpoint, _checkpoint_tokenizer(), num_scenes=12, seed=78, documents=False)
+def test_checkpoint_cannot_answer_without_documents(nano: LlamaForCausalLM, tokenizer: PreTrainedTokenizerFast) -> None:
+    scores = exact_match(nano, tokenizer, num_scenes=12, seed=78, documents=False)
     assert scores["all"]["exact_match"] <= 0.08, scores
+
+
+def test_all_but_the_linear_layers_is_the_nano(nano: LlamaForCausalLM) -> None:
+    hybrid = build_hybrid(nano, seed=0).eval()
+    ids = torch.arange(5, 45)[None]
+    without = LlamaForCausalLM.from_pretrained(CHECKPOINT).eval()
+    for index in LINEAR:
+        hybrid.model.layers[index].mamba.out_proj.weight.data.zero_()
+        without.model.layers[index].self_attn.o_proj.weight.data.zero_()
+    with torch.no_grad():
+        found, expected, whole = hybrid(ids).logits, without(ids).logits, nano(ids).logits
+    assert torch.allclose(found, expected, atol=1e-4)
+    assert (expected - whole).abs().max() > 1
+
+
+def test_both_steps_of_the_hybrid_learn(nano: LlamaForCausalLM, tokenizer: PreTrainedTokenizerFast) -> None:
+    recipe = HybridRecipe(scenes=2, questions=1, matching_steps=8, distillation_steps=3)
+    hybrid, ids = build_hybrid(nano, seed=0), torch.arange(5, 60)[None]
+    mixer = hybrid.model.layers[0].mamba
+
+    def distance() -> float:
+        with torch.no_grad():
+            return (hybrid(ids).logits.softmax(-1) - nano(ids).logits.softmax(-1)).abs().sum().item()
+
+    start, untrained = distance(), mixer.in_proj.weight.clone()
+    others = hybrid.model.layers[1].self_attn.q_proj.weight.clone()
+    match_layers(hybrid, nano, row_stream(tokenizer, recipe), recipe)
+    assert not torch.equal(mixer.in_proj.weight, untrained)
+    assert torch.equal(hybrid.model.layers[1].self_attn.q_proj.weight, others)
+    matched = distance()
+    distil(hybrid, nano, row_stream(tokenizer, recipe), recipe)
+    assert not torch.equal(hybrid.model.layers[1].self_attn.q_proj.weight, others)
+    assert matched < start
+
+
+@pytest.mark.slow
+def test_the_hybrid_checkpoint_answers_and_needs_its_linear_layers(tokenizer: PreTrainedTokenizerFast) -> None:
+    model = AutoModelForCausalLM.from_pretrained(HYBRID_CHECKPOINT).eval()
+    assert [index for index, kind in enumerate(model.config.layer_types) if kind == "linear_attention"] == list(LINEAR)
+    assert exact_match(model, tokenizer, num_scenes=5, seed=20_000)["all"]["exact_match"] > 0.9
+    for index in LINEAR:
+        model.model.layers[index].mamba.out_proj.weight.data.zero_()
+    assert exact_match(model, tokenizer, num_scenes=2, seed=20_000)["all"]["exact_match"] < 0.1
+
+
+def streams(model: Any, ids: list[int], held: dict[int, list[Tensor]]) -> tuple[list[Tensor], Tensor]:
+    """What every layer reads, and the last log-probabilities, of one pass with places `held` at given streams."""
+    seen: list[Tensor] = []
+
+    def hold(index: int) -> Any:
+        def hook(_: object, arguments: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+            stream = arguments[0].clone()
+            for place, layers in held.items():
+                stream[0, place] = layers[index]
+            seen.append(stream[0])
+            return stream, *arguments[1:]
+
+        return hook
+
+    hooks = [layer.register_forward_pre_hook(hold(index)) for index, layer in enumerate(model.model.layers)]
+    with torch.no_grad():
+        logits = model(torch.tensor([ids])).logits[0, -1]
+    for hook in hooks:
+        hook.remove()
+    return seen, logits.log_softmax(-1)
+
+
+@pytest.mark.parametrize("width", [3, 8])
+def test_hypic_is_a_pass_whose_interiors_stay_as_they_are_alone(width: int, tokenizer: PreTrainedTokenizerFast) -> None:
+    model = AutoModelForCausalLM.from_pretrained(HYBRID_CHECKPOINT).eval()
+    method = methods.create("hypic", model, w=width)
+    scene = encode(tokenizer, World(20_000, "heldout").scene(5, 2))
+    newline = tokenizer("\n", add_special_tokens=False)["input_ids"][0]
+    ends = [place + 1 for place, token in enumerate(scene.context) if token == newline]
+    segments = [scene.context[start:end] for start, end in zip([1, *ends], ends, strict=False)]
+    for ask in scene.asks:
+        linked = method.link(method.compile(segments), ask, head_ids=scene.context[:1]).logits[0].log_softmax(-1)
+        held, at = {}, 1
+        for segment in segments:
+            alone, _ = streams(model, segment, {})
+            held |= {at + t: [layer[t] for layer in alone] for t in range(width, len(segment) - width)}
+            at += len(segment)
+        _, expected = streams(model, scene.context + ask, held)
+        _, full = streams(model, scene.context + ask, {})
+        assert (linked - expected).abs().max() < 1e-4
+        assert (linked - full).abs().max() > 0.05
+
+
+def test_the_last_entry_of_a_ledger_counts() -> None:
+    rng = random.Random(1)
+    overwritten = 0
+    for _ in range(50):
+        scene = ledger(rng, 4, 3, 5, 9)
+        entries = [line.rstrip(".").split(": ") for text in scene.documents for line in text.split(". ")]
+        assert len(entries) == 15
+        assert len(scene.questions) == len({name for name, _ in entries})
+        for question in scene.questions:
+            name = question.query.removeprefix("Where is ").rstrip("?")
+            places = [place for other, place in entries if other == name]
+            assert places[-1] == question.answer.strip()
+            assert all(one != other for one, other in itertools.pairwise(places))
+            assert any(line.startswith(name) for line in scene.documents[question.supporting[0]].split(". "))
+            overwritten += len(places) > 1
+    assert overwritten > 50
+
+
+def test_the_set_of_ledgers_is_the_same_again() -> None:
+    one, again = (read_dataset("ledger", split="heldout", limit=5) for _ in range(2))
+    assert one.examples == again.examples
+    assert len(one) == 5
+    assert {len(example.documents) for example in one} == {6}
+    assert not {e.documents for e in one} & {e.documents for e in read_dataset("ledger", split="train", limit=5)}
+    with pytest.raises(ValueError, match="generated"):
+        read_dataset("ledger", __file__)
+
+
+def test_ledgers_are_learned(tokenizer: PreTrainedTokenizerFast) -> None:
+    recipe = LedgerRecipe(rows=2, max_steps=60, cooldown_steps=5, hidden=32, heads=2, adamw_lr=0.02)
+    model = build_ledger(tokenizer, recipe)
+    scenes = [ledger(random.Random(9), 2, 2, 4, 2) for _ in range(4)]
+    ids, targets = row_batch(tokenizer, scenes)
+    assert (targets != -100).sum() == 4 * 2 * 2  # a place and the end of the answer
+    where = targets != -100
+
+    def loss() -> float:
+        with torch.no_grad():
+            return float(torch.nn.functional.cross_entropy(model(input_ids=ids).logits[where], targets[where]))
+
+    before = loss()
+    assert train(model, tokenizer, recipe)["steps"] == 60
+    assert loss() < before - 1
+
+
+def test_composition_beats_addition() -> None:
+    """Equal recomputation and keys turned alike: only equation 6 lies between the methods of a pair."""
+    engine = PICEngine.from_pretrained(str(LEDGER_CHECKPOINT), method="hypic:0")
+    examples = list(read_dataset("ledger", limit=16))
+
+    def right(method: str) -> int:
+        own = PICEngine(engine.model, engine.tokenizer, method=method)
+        answers = [own.ask(example.query, example.documents, max_new_tokens=4).text.strip() for example in examples]
+        return sum(answer == example.answer for answer, example in zip(answers, examples, strict=True))
+
+    full = right("full")
+    assert full >= 14
+    for composed, added in (("hypic:0", "hypic:0,compose=false"), ("hypic:mode=rotation", "addition:rotate=true")):
+        assert right(composed) >= full - 1
+        assert right(added) <= full - 5

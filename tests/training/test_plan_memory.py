@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -56,12 +56,12 @@ class Sizes(NamedTuple):
     query_tokens: int
     target_tokens: int
 
-    def examples(self, vocabulary: int) -> list[TrainingExample]:
+    def examples(self) -> list[TrainingExample]:
         """Random token ids in these sizes."""
         draw = torch.Generator().manual_seed(0)
 
         def ids(count: int) -> tuple[int, ...]:
-            return tuple(torch.randint(vocabulary, (count,), generator=draw).tolist())
+            return tuple(torch.randint(SIZES["vocab_size"], (count,), generator=draw).tolist())
 
         sets = [tuple(ids(self.document_tokens) for _ in range(self.documents)) for _ in range(self.groups)]
         return [
@@ -70,23 +70,20 @@ class Sizes(NamedTuple):
             for _ in range(self.questions)
         ]
 
+    @property
+    def of_pass(self) -> PassSize:
+        rows, documents = self.groups * self.questions, self.documents * self.document_tokens
+        queries, targets = rows * (self.query_tokens + self.target_tokens), rows * self.target_tokens
+        return PassSize(documents=self.groups * documents, queries=queries, targets=targets, linked=rows * documents,
+                        rows=rows)  # fmt: skip
 
-@dataclass
+
 class Step:
-    """Forward and backward of one batch of random tokens."""
+    """Forward and backward of one batch."""
 
-    model: CombForCausalLM
-    shape: Sizes
-    autocast: bool = False
-
-    def __post_init__(self) -> None:
-        examples = self.shape.examples(self.model.info.vocab_size)
-        last = examples[-1].prompt
-        if len(examples) > 1 and len(last.segments) > 1:
-            # a row is padded, as in real batches: otherwise keys and values aren't repeated for the queries' heads
-            examples[-1] = replace(examples[-1], prompt=replace(last, segments=last.segments[:-1]))
-        self.batch: dict[str, Any] = Collator(0)(examples)
-        self.labels = self.batch.pop("labels")
+    def __init__(self, model: Any, batch: dict[str, Any], *, autocast: bool = False) -> None:
+        self.model, self.autocast, self.labels = model, autocast, batch.pop("labels")
+        self.batch = batch
 
     def __call__(self) -> None:
         autocast = torch.autocast("cpu", torch.bfloat16, enabled=self.autocast)
@@ -94,23 +91,18 @@ class Step:
             loss = target_loss(self.model(**self.batch), self.labels)
         loss.backward()
 
-    @property
-    def size(self) -> PassSize:
-        shape, rows = self.shape, self.shape.groups * self.shape.questions
-        documents = shape.documents * shape.document_tokens
-        return PassSize(
-            documents=shape.groups * documents,
-            queries=rows * (shape.query_tokens + shape.target_tokens),
-            targets=rows * shape.target_tokens,
-            linked=rows * documents,
-            rows=rows,
-        )
-
-    def estimate(self, *, checkpointing: bool, size: PassSize | None = None) -> int:
+    def estimate(self, size: PassSize, *, checkpointing: bool = False) -> int:
         copies = 2 * Parameters.of(self.model).trained if self.autocast else 0
-        return activation_bytes(
-            self.model, size or self.size, autocast=self.autocast, checkpointing=checkpointing, copies=copies
-        )
+        return activation_bytes(self.model, size, autocast=self.autocast, checkpointing=checkpointing, copies=copies)
+
+
+def comb_step(model: CombForCausalLM, shape: Sizes, **options: bool) -> Step:
+    examples = shape.examples()
+    last = examples[-1].prompt
+    if len(examples) > 1 and len(last.segments) > 1:
+        # a row is padded, as in real batches: otherwise keys and values aren't repeated for the queries' heads
+        examples[-1] = replace(examples[-1], prompt=replace(last, segments=last.segments[:-1]))
+    return Step(model, Collator(0)(examples), **options)
 
 
 @pytest.mark.parametrize(("bf16", "lora"), [(False, False), (True, False), (True, True)])
@@ -119,12 +111,14 @@ def test_weights_gradients_and_moments_are_exact(bf16: bool, lora: bool) -> None
     if lora:
         pytest.importorskip("peft")
         add_lora(model, rank=4)
-    step = Step(model, Sizes(1, 2, 2, 8, 4, 4))
+    shape = Sizes(1, 2, 2, 8, 4, 4)
+    step = comb_step(model, shape)
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
     optimizer = torch.optim.AdamW(trained, foreach=True)
     step()
     optimizer.step()
-    memory = memory_of(model, Parameters.of(model), step.size, deepspeed_settings(TrainConfig()), checkpointing=False)
+    settings = deepspeed_settings(TrainConfig())
+    memory = memory_of(model, Parameters.of(model), shape.of_pass, settings, checkpointing=False)
     moments = [value for state in optimizer.state.values() for name, value in state.items() if name.startswith("exp_")]
     assert memory.states == {
         "frozen weights": sum(p.nbytes for p in model.parameters() if not p.requires_grad),
@@ -159,20 +153,18 @@ def test_activations_are_within_the_stated_factor(case: str, checkpointing: bool
     assert (model.config.encoder_config.qk_norm != "none") == (case == "normalised queries")
     if checkpointing:
         model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
-    step = Step(model, shape, autocast=bf16)
+    step = comb_step(model, shape, autocast=bf16)
     step()  # gradients are there from now on
     peak = peak_memory("cpu", step)
-    assert peak / FACTOR <= step.estimate(checkpointing=checkpointing) <= peak * FACTOR
+    assert peak / FACTOR <= step.estimate(shape.of_pass, checkpointing=checkpointing) <= peak * FACTOR
     # the other way of running is told apart, and so is a batch without what decides it
     if case == "all alike":
-        other = step.estimate(checkpointing=not checkpointing)
+        other = step.estimate(shape.of_pass, checkpointing=not checkpointing)
         assert not peak / FACTOR <= other <= peak * FACTOR
     if decisive is not None and not checkpointing:
-        without = replace(step.size, **{decisive: 0})
-        assert step.estimate(checkpointing=False, size=without) < peak / FACTOR
+        assert step.estimate(replace(shape.of_pass, **{decisive: 0})) < peak / FACTOR
 
 
-FRONT = 12
 FRONT_CASES = {
     "long rows": (LlamaConfig(**SIZES), Sizes(1, 3, 3, 100, 20, 4), "queries"),
     "many documents": (LlamaConfig(**SIZES), Sizes(1, 2, 40, 4, 20, 4), "linked"),
@@ -186,25 +178,17 @@ def test_activations_behind_a_front_are_within_the_stated_factor(case: str) -> N
     config, shape, decisive = FRONT_CASES[case]
     torch.manual_seed(0)
     backbone = AutoModelForCausalLM.from_config(config)
-    model = LinkTokensForCausalLM.from_backbone(backbone, token_ids=list(range(5, 5 + FRONT)))
-    examples = shape.examples(SIZES["vocab_size"])
-    batch = RowCollator(0)(examples)
-    labels = batch.pop("labels")
-
-    def step() -> None:
-        with target_logits_only(model, labels):
-            target_loss(model(**batch), labels).backward()
-
+    model = LinkTokensForCausalLM.from_backbone(backbone, token_ids=list(range(5, 17)))
+    examples = shape.examples()
+    step = Step(model, RowCollator(0)(examples))
     step()  # gradients are there from now on
     sampler = BatchSampler(examples, TrainConfig(method="linktokens", batch_size=len(examples)))
     size = PassSize.of_data(sampler, examples, model)
-    assert (size.rows, size.queries) == (len(examples), batch["input_ids"].numel())
+    assert (size.rows, size.queries) == (len(examples), step.batch["input_ids"].numel())
     peak = peak_memory("cpu", step)
-    estimate = activation_bytes(model, size, autocast=False, checkpointing=False)
-    assert peak / FACTOR <= estimate <= peak * FACTOR
+    assert peak / FACTOR <= step.estimate(size) <= peak * FACTOR
     if decisive is not None:
-        without = replace(size, **{decisive: 0})
-        assert activation_bytes(model, without, autocast=False, checkpointing=False) < peak / FACTOR
+        assert step.estimate(replace(size, **{decisive: 0})) < peak / FACTOR
 
 
 TEN = Parameters({"backbone": (100, 0), "cross blocks": (40, 40)}, frozen_bytes=200, trained_bytes=160)
