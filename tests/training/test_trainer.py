@@ -18,18 +18,13 @@ from comb import CombForCausalLM, Prompt
 from comb.evaluation.metrics import bootstrap
 from comb_training.config import TrainConfig
 from comb_training.data.batches import Collator, TrainingExample
-from comb_training.trainer.checkpoints import (
-    CheckpointError,
-    TrainingDivergedError,
-    checkpoints,
-    load_trainable,
-    new_checkpoint,
-)
+from comb_training.trainer import checkpoints as saved
+from comb_training.trainer.checkpoints import CheckpointError, TrainingDivergedError, checkpoints
 from comb_training.trainer.losses import target_loss
 from comb_training.trainer.optimizer import LearningRateSchedule, adamw, total_steps
 from comb_training.trainer.sampler import BatchSampler
 from comb_training.trainer.trainer import CombTrainer
-from tests.helpers.training import TOKENIZER, backbone, comb_model, examples, trainer
+from tests.helpers.training import backbone, comb_model, examples, trainer
 
 
 def catch_gradients(run: CombTrainer) -> dict[str, torch.Tensor]:
@@ -199,11 +194,7 @@ def evaluations(run: CombTrainer) -> list[dict[str, float]]:
 
 def test_the_held_out_loss_is_the_mean_over_its_target_tokens(tmp_path: Path) -> None:
     rows = examples(11)
-    run = CombTrainer(
-        comb_model(gate=0.5),
-        TrainConfig(steps=4, batch_size=4, eval_steps=2, learning_rate=1e-2, output_dir=str(tmp_path)),
-        examples(), TOKENIZER, heldout=rows, progress=False,
-    )  # fmt: skip
+    run = trainer(comb_model(gate=0.5), tmp_path, heldout=rows, eval_steps=2, learning_rate=1e-2)
     run.train()
     logged = run.logged("eval_loss")
     assert [step for step, _ in logged] == [0, 2, 4]
@@ -218,11 +209,7 @@ def test_the_held_out_loss_is_the_mean_over_its_target_tokens(tmp_path: Path) ->
 
 def test_the_share_of_the_divergence_that_is_closed_is_logged(tmp_path: Path) -> None:
     """The teacher's rows have the documents in them, and are longer than the model's."""
-    settings = {"steps": 2, "batch_size": 4, "kl_weight": 1.0, "ce_weight": 0.0}
-    run = CombTrainer(
-        comb_model(gate=0.5), TrainConfig(**settings, output_dir=str(tmp_path)), examples(), TOKENIZER,
-        heldout=examples(11), progress=False,
-    )  # fmt: skip
+    run = trainer(comb_model(gate=0.5), tmp_path, heldout=examples(11), steps=2, kl_weight=1.0, ce_weight=0.0)
     run.train()
     start, end = ([row[f"eval_{name}"] for name in ("closed", "kl", "kl_none")] for row in evaluations(run))
     for closed, kl, none in (start, end):
@@ -237,8 +224,8 @@ def test_the_interval_of_what_is_closed_is_over_questions(tmp_path: Path) -> Non
     """The same question again and again leaves nothing open; each question's own share is what is drawn from."""
 
     def evaluation(heldout: list[TrainingExample]) -> dict[str, float]:
-        settings = TrainConfig(steps=1, batch_size=3, kl_weight=1.0, ce_weight=0.0, output_dir=str(tmp_path))
-        run = CombTrainer(comb_model(gate=0.5), settings, examples(), TOKENIZER, heldout=heldout, progress=False)
+        settings = {"steps": 1, "batch_size": 3, "kl_weight": 1.0, "ce_weight": 0.0}
+        run = trainer(comb_model(gate=0.5), tmp_path, heldout=heldout, **settings)
         run.train()
         return evaluations(run)[0]
 
@@ -258,10 +245,7 @@ def test_tokens_per_second_are_without_the_time_of_an_evaluation(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("comb_training.trainer.trainer.heldout_losses", lambda *_, **__: time.sleep(2) or {})
-    run = CombTrainer(
-        comb_model(), TrainConfig(steps=3, batch_size=4, eval_steps=1, logging_steps=1, output_dir=str(tmp_path)),
-        examples(), TOKENIZER, heldout=examples(2), progress=False,
-    )  # fmt: skip
+    run = trainer(comb_model(), tmp_path, heldout=examples(2), steps=3, eval_steps=1)
     run.train()
     tokens = max(sum(map(len, (*row.segments, row.prompt.query, row.target))) for row in examples())
     speeds = run.logged("tokens_per_second")
@@ -289,11 +273,7 @@ def test_schedule_warms_up_and_cools_down_by_steps_or_by_the_clock() -> None:
 def test_a_run_ends_when_its_seconds_are_used_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     seconds = itertools.count()  # every look at the clock is a second later
     monkeypatch.setattr("comb_training.trainer.optimizer.time", SimpleNamespace(monotonic=lambda: float(next(seconds))))
-    run = CombTrainer(
-        comb_model(),
-        TrainConfig(max_seconds=20.0, batch_size=4, save_steps=100, logging_steps=1, output_dir=str(tmp_path)),
-        examples(), TOKENIZER, heldout=examples(2), progress=False,
-    )  # fmt: skip
+    run = trainer(comb_model(), tmp_path, heldout=examples(2), steps=None, max_seconds=20.0, save_steps=100)
     run.train()
     assert run.step == 20
     assert [row["step"] for row in evaluations(run)] == [0, 20]  # as a run of so many steps
@@ -358,21 +338,18 @@ def test_a_full_disk_leaves_the_checkpoint_of_before(tmp_path: Path) -> None:
 
 
 def test_a_tokenizer_that_a_full_disk_does_not_take_is_a_checkpoint_that_was_not_written(tmp_path: Path) -> None:
-    with pytest.raises(CheckpointError, match="step 3 could not be written"), new_checkpoint(tmp_path, 3, keep=0):
+    with pytest.raises(CheckpointError, match="step 3 could not be written"), saved.new_checkpoint(tmp_path, 3, keep=0):
         raise Exception("No space left on device (os error 28)")  # noqa: TRY002  # tokenizers does
     assert not list(tmp_path.iterdir())
-    with pytest.raises(KeyError), new_checkpoint(tmp_path, 3, keep=0):
+    with pytest.raises(KeyError), saved.new_checkpoint(tmp_path, 3, keep=0):
         raise KeyError
 
 
-def test_half_of_a_checkpoint_is_none(tmp_path: Path) -> None:
+def test_half_of_a_checkpoint_is_none_and_those_of_a_longer_run_make_way(tmp_path: Path) -> None:
     (tmp_path / "partial" / "checkpoint-9").mkdir(parents=True)
     assert checkpoints(tmp_path) == []
-    trainer(comb_model(), tmp_path, steps=2, save_steps=1, save_total_limit=1).train()
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["checkpoint-2", "log.jsonl"]
-
-
-def test_checkpoints_of_a_longer_run_in_the_same_folder_make_way(tmp_path: Path) -> None:
+    trainer(comb_model(), tmp_path / "one", steps=2, save_steps=1, save_total_limit=1).train()
+    assert sorted(path.name for path in (tmp_path / "one").iterdir()) == ["checkpoint-2", "log.jsonl"]
     trainer(comb_model(), tmp_path, steps=6, save_steps=3).train()
     trainer(comb_model(), tmp_path, steps=2, save_steps=1).train()
     assert [path.name for path in checkpoints(tmp_path)] == ["checkpoint-1", "checkpoint-2"]
@@ -382,7 +359,7 @@ def test_another_models_checkpoint_is_refused(tmp_path: Path) -> None:
     comb_model().save_pretrained(tmp_path)
     other = CombForCausalLM.from_backbone(backbone(), num_encoder_layers=2, cross_attention_layers=[0, 1])
     with pytest.raises(ValueError, match="doesn't fit this model: missing"):
-        load_trainable(other, tmp_path)
+        saved.load_trainable(other, tmp_path)
     with pytest.raises(ValueError, match="no checkpoint that this version can resume from"):
         trainer(comb_model(), tmp_path).train(tmp_path)
 
