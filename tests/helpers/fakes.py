@@ -136,6 +136,12 @@ class Answer:
         return json.loads(self.body)
 
     @property
+    def states(self) -> list[str]:
+        """What became of its documents."""
+        assert self.status == 200, self.body
+        return [document["state"] for document in self.json["comb"]["documents"]]
+
+    @property
     def events(self) -> list[Any]:
         data = [event.removeprefix("data: ") for event in self.body.decode().split("\n\n") if event]
         return [event if event == "[DONE]" else json.loads(event) for event in data]

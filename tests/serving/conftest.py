@@ -41,6 +41,43 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
                 given.inner_test = in_a_loop(given.inner_test, seconds)
 
 
+@pytest.fixture
+def server() -> Iterator[Any]:
+    """An adapter's middleware, with encoders and a model that only say what they got (`middleware_server.Server`)."""
+    from tests.helpers.middleware_server import Server
+
+    found = Server()
+    yield found
+    found.check_idle()
+
+
+@pytest.fixture
+def told(tmp_path: Path) -> Iterator[tuple[Any, Any]]:
+    """What takes an engine's reports (`capability.ReportReceiver`), and what sends them."""
+    from comb_serving.pool.capability import ReportReceiver, ReportSender
+
+    receiver = ReportReceiver(tmp_path)
+    yield receiver, ReportSender(tmp_path)
+    receiver.close()
+
+
+@pytest.fixture(scope="session")
+def nano_comb(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Any]:
+    """A folder with an adapter on nano whose documents matter, and the library's model of it (`engines.served`)."""
+    from tests.helpers.engines import checkpoint
+
+    folder = tmp_path_factory.mktemp("nano-comb")
+    return folder, checkpoint(folder, "nano")
+
+
+@pytest.fixture(scope="session")
+def llama(tmp_path_factory: pytest.TempPathFactory) -> Any:
+    """A plain model that was saved, for documents to be linked in (`linked.linked_engine`)."""
+    from tests.helpers.linked import plain_llama
+
+    return plain_llama(tmp_path_factory.mktemp("llama"))
+
+
 @pytest.fixture(scope="session")
 def served(plugin: None, nano_adapter: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
     """One `comb serve` for all tests that ask over HTTP (`served.Served`); they leave it idle."""

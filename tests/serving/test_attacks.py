@@ -15,16 +15,9 @@ import pytest
 from comb_serving.api.routes import CHAT, COMPLETIONS, GENERATION, MESSAGES, RESPONSES
 from comb_serving.config.serve_options import key_hash
 from tests.helpers.fakes import until
-from tests.helpers.middleware_server import DOCUMENTS, LAYOUT, Server, chat
-from tests.helpers.middleware_server import MESSAGES as ASKED
+from tests.helpers.middleware_server import ASK, ASKED, DOCUMENTS, LAYOUT, Server, chat
 
 REGISTER = "/v1/documents"
-ASK: dict[str, dict[str, Any]] = {
-    CHAT: {"messages": ASKED},
-    COMPLETIONS: {"prompt": "Where is Ada?"},
-    RESPONSES: {"input": "Where is Ada?"},
-    MESSAGES: {"messages": ASKED, "max_tokens": 1},
-}
 
 
 @asynccontextmanager
@@ -83,9 +76,8 @@ async def test_a_text_that_no_prompt_has_room_for_is_refused_unread(path: str, b
     server, data = Server(max_tokens=512), json.dumps(body).encode()
     start = time.process_time()
     async with others_are_served():
-        answer = await server.client().post(path, data)
-    assert answer.status == 400, answer.body[:300]
-    assert "characters" in answer.json["error"]["message"]
+        answer = await server.post(path, data)
+    assert (answer.status, "characters" in answer.json["error"]["message"]) == (400, True), answer.body[:300]
     assert time.process_time() - start < 2  # it takes seconds to tokenise
     assert not server.echo.bodies
     server.check_idle()
@@ -104,7 +96,7 @@ async def test_a_name_of_megabytes_takes_nobodys_time(where: str) -> None:
     }
     server, data = Server(max_tokens=10**6, encoder=False), json.dumps(named[where]).encode()
     async with others_are_served():
-        assert (await server.client().post(CHAT, data)).status in (200, 400)
+        assert (await server.post(CHAT, data)).status in (200, 400)
 
 
 @pytest.mark.parametrize(
@@ -128,22 +120,22 @@ async def test_a_name_of_megabytes_takes_nobodys_time(where: str) -> None:
 async def test_very_many_of_something_are_refused_at_once(path: str, body: dict[str, Any], param: str | None) -> None:
     server, data = Server(max_tokens=10**6, encoder=False), json.dumps(body).encode()
     async with others_are_served():
-        answer = await server.client().post(path, data)
+        answer = await server.post(path, data)
     assert (answer.status, answer.json["error"]["param"]) == (400, param), answer.body[:300]
     assert not server.echo.bodies
 
 
 async def test_nobody_waits_for_a_long_text_and_it_ends_with_its_client() -> None:
     server, leave = Server(max_tokens=10**7, encoder=False), asyncio.Event()
-    long = asyncio.create_task(server.client("a").post(CHAT, chat(documents=[LONG]), leave=leave))
+    long = asyncio.create_task(server.post(CHAT, chat(documents=[LONG]), "a", leave=leave))
     await asyncio.sleep(0.1)
     for path, asked in ASK.items():
-        assert (await server.client("b").post(path, {**asked, "documents": DOCUMENTS})).status == 200
+        assert (await server.post(path, {**asked, "documents": DOCUMENTS}, "b")).status == 200
     assert not long.done()
     leave.set()
     assert (await long).status is None
     start = time.monotonic()  # another long one finds the thread free
-    assert (await server.client("b").post(CHAT, chat(documents=["Ada. " * 21_000]))).status == 200
+    assert (await server.chat("b", documents=["Ada. " * 21_000])).status == 200
     assert time.monotonic() - start < 10
 
 
@@ -153,8 +145,7 @@ async def test_many_registrations_at_once_get_no_more_than_one_by_one(limit: str
     preprocessor = server.app.front().preprocessor
     preprocessor.max_documents = 1000 if limit == "share" else 7
     pins = [{"token_ids": [number + 1] * 16, "id": f"d{number}", "pin": limit == "share"} for number in range(120)]
-    answers = await asyncio.gather(*(server.client("alice").post(REGISTER, body) for body in pins))
-    statuses = [answer.status for answer in answers]
+    statuses = [each.status for each in await asyncio.gather(*(server.post(REGISTER, pin, "alice") for pin in pins))]
     assert (statuses.count(200), statuses.count(429)) == ((60, 60) if limit == "share" else (7, 113))
     quota = (await server.client("alice").send("GET", "/v1/comb")).json["quota"]
     assert quota["pinned_bytes"]["used"] <= quota["pinned_bytes"]["limit"]
@@ -162,16 +153,14 @@ async def test_many_registrations_at_once_get_no_more_than_one_by_one(limit: str
     server.check_idle()
 
 
-async def test_one_id_never_stands_for_two_texts_that_come_at_once() -> None:
-    server = Server()
+async def test_one_id_never_stands_for_two_texts_that_come_at_once(server: Server) -> None:
     server.encoders.at_once = False
     texts = ["Ada is here.", "Bob is there."]
-    asked = [asyncio.create_task(server.client().post(REGISTER, {"id": "d", "text": text})) for text in texts]
+    asked = [asyncio.create_task(server.post(REGISTER, {"id": "d", "text": text})) for text in texts]
     await until(lambda: len(server.encoders.open) == 2)
     for _ in texts:
         server.encoders.answer()
     assert sorted([(await one).status or 0 for one in asked]) == [200, 400]
-    server.check_idle()
 
 
 @pytest.mark.parametrize("keys", [(), (key_hash("k"), key_hash("other"))])
@@ -180,14 +169,12 @@ async def test_a_key_is_one_tenant_however_its_header_is_written(keys: tuple[str
     spellings = [b"Bearer k", b"bearer k", b"BEARER k", *([] if keys else [b"Bearer  k", b"Bearer k ", b" bearer  k"])]
     states, salts = [], set()
     for spelling in spellings:
-        answer = await server.client().send("POST", CHAT, chat(), more=[(b"authorization", spelling)])
-        assert answer.status == 200, answer.body
-        states.append(answer.json["comb"]["documents"][0]["state"])
+        states += (await server.post(CHAT, chat(), more=[(b"authorization", spelling)])).states[:1]
         salts.add(server.echo.bodies[-1]["cache_salt"])
     assert states == ["encoded", *["hit"] * (len(spellings) - 1)]
     assert len(salts) == len(set(server.manager.owners.values())) == 1
-    made = await server.client().post(REGISTER, {"text": "x", "id": "d"}, more=[(b"authorization", b"bearer k")])
-    assert made.status == 200
+    lower = [(b"authorization", b"bearer k")]
+    assert (await server.post(REGISTER, {"text": "x", "id": "d"}, more=lower)).status == 200
     assert (await server.client("k").send("GET", f"{REGISTER}/d")).status == 200
     for other in (b"Bearer K", b"Basic k", b"k", b"Bearerk", b"Bearer\tk", b"Bearer", b""):
         answer = await server.client().send("GET", f"{REGISTER}/d", more=[(b"authorization", other)])
@@ -206,13 +193,12 @@ async def test_a_key_is_one_tenant_however_its_header_is_written(keys: tuple[str
         ("chat_template_kwargs", {"documents": ["x"]}),
     ],
 )
-async def test_what_is_meant_for_documents_is_never_ignored(path: str, name: str, value: Any) -> None:
-    server = Server()
-    answer = await server.client().post(path, {**ASK[path], name: value})
+async def test_what_is_meant_for_documents_is_never_ignored(path: str, name: str, value: Any, server: Server) -> None:
+    answer = await server.post(path, {**ASK[path], name: value})
     assert (answer.status, answer.json["error"]["param"]) == (400, name), answer.body
     assert not server.echo.bodies
     for nothing in ([], None):
-        assert (await server.client().post(path, {**ASK[path], "documents": nothing})).status == 200
+        assert (await server.post(path, {**ASK[path], "documents": nothing})).status == 200
 
 
 def test_no_field_of_vllms_is_taken_for_one_of_ours() -> None:
@@ -229,21 +215,18 @@ def test_no_field_of_vllms_is_taken_for_one_of_ours() -> None:
 
 
 @pytest.mark.parametrize("path", [*GENERATION, "/tokenize", REGISTER])
-async def test_no_header_or_path_makes_a_500(path: str) -> None:
-    server = Server()
+async def test_no_header_or_path_makes_a_500(path: str, server: Server) -> None:
     body = {"text": "x"} if path == REGISTER else ASK.get(path, {"prompt": "x"})
     for name in (b"x-request-id", b"X-Request-ID", b"authorization", b"content-type", b"content-length"):
-        twice = [(name.lower(), b"1"), (name, b"2")]
-        answer = await server.client().post(path, body, more=twice)
-        assert answer.status == 400, answer.body
-        assert "is given" in answer.json["error"]["message"]
+        answer = await server.post(path, body, more=[(name.lower(), b"1"), (name, b"2")])
+        assert (answer.status, "is given" in answer.json["error"]["message"]) == (400, True)
+    assert not server.echo.bodies
     for value in (b"\xff\xfe", b"", b"x" * 100_000, b"\xf0\x9f\x98\x80", b"a\x00b", b"a b\tc"):
-        assert (await server.client().post(path, body, more=[(b"x-request-id", value)])).status == 200
-        assert (await server.client().post(path, body, more=[(b"authorization", value)])).status == 200
+        assert (await server.post(path, body, more=[(b"x-request-id", value)])).status == 200
+        assert (await server.post(path, body, more=[(b"authorization", value)])).status == 200
     for odd in ("\ufffd", "", " ", "..", "a/b", "\x00", "😀" * 5000):
         for method in ("GET", "DELETE"):
-            assert (await server.client().send(method, f"{REGISTER}/{odd}")).status in (200, 404, 405)
-    server.check_idle()
+            assert (await server.send(method, f"{REGISTER}/{odd}")).status in (200, 404, 405)
 
 
 HALVES = ["\ud800", "\udfff", "x\ud83dx", "\ude00\ud83d"]
@@ -251,25 +234,19 @@ HALVES = ["\ud800", "\udfff", "x\ud83dx", "\ude00\ud83d"]
 
 @pytest.mark.parametrize("encoding", ["escapes", "utf-8", "utf-16", "utf-16-le", "utf-16-be", "utf-32", "utf-32-le"])
 @pytest.mark.parametrize("half", HALVES)
-async def test_half_a_surrogate_pair_is_refused_in_every_encoding(encoding: str, half: str) -> None:
-    server = Server()
-
+async def test_half_a_surrogate_pair_is_refused_in_every_encoding(encoding: str, half: str, server: Server) -> None:
     def encoded(body: Any) -> bytes:
         text = json.dumps(body, ensure_ascii=encoding == "escapes")
         return text.encode("utf-8" if encoding == "escapes" else encoding, "surrogatepass")
 
     for body in ({"text": "x", "id": half}, {"text": half}, {"text": "x", "title": half}, {"text": "x", half: 1}):
-        assert (await server.client().post(REGISTER, encoded(body))).status == 400
+        assert (await server.post(REGISTER, encoded(body))).status == 400
     for path, asked in ASK.items():
-        for more in (
-            {"user": half},
-            {"documents": [half]},
-            {"documents": [{"id": half, "text": "x"}]},
-            {"user": [half]},
-        ):
-            assert (await server.client().post(path, encoded({**asked, **more}))).status == 400
-    assert (await server.client().post(REGISTER, encoded({"text": "😀", "id": "😀 \\ud800"}))).status == 200
-    assert (await server.client().send("DELETE", f"{REGISTER}/😀 \\ud800")).status == 200
+        of_documents = {"documents": [half]}, {"documents": [{"id": half, "text": "x"}]}
+        for more in ({"user": half}, {"user": [half]}, *of_documents):
+            assert (await server.post(path, encoded({**asked, **more}))).status == 400
+    assert (await server.post(REGISTER, encoded({"text": "😀", "id": "😀 \\ud800"}))).status == 200
+    assert (await server.send("DELETE", f"{REGISTER}/😀 \\ud800")).status == 200
 
 
 @pytest.mark.parametrize(
@@ -279,7 +256,7 @@ async def test_half_a_surrogate_pair_is_refused_in_every_encoding(encoding: str,
 async def test_tables_and_code_are_texts_and_not_values(text: str) -> None:
     server = Server(encoder=False, max_tokens=None)
     start = time.monotonic()
-    answer = await server.client().post("/v1/chat/completions", {"messages": [{"role": "user", "content": text}]})
+    answer = await server.post(CHAT, {"messages": [{"role": "user", "content": text}]})
     assert answer.status == 200, answer.body[:300]
     assert server.echo.bodies[-1]["messages"][0]["content"] == text
     assert time.monotonic() - start < 5
@@ -289,23 +266,10 @@ async def test_tables_and_code_are_texts_and_not_values(text: str) -> None:
     "values",
     [b"[]," * 600_000 + b"[]", b'"",' * 600_000 + b'"x"', b"1," * 600_000 + b"1", b'{"a":"\\\\"},' * 600_000 + b"1"],
 )
-async def test_very_many_values_are_refused_whatever_they_are(values: bytes) -> None:
-    server = Server()
+async def test_very_many_values_are_refused_whatever_they_are(values: bytes, server: Server) -> None:
     async with others_are_served():
-        answer = await server.client().post(CHAT, b'{"documents": [' + values + b"1]}")
+        answer = await server.post(CHAT, b'{"documents": [' + values + b"1]}")
     assert (answer.status, "more than 500000 values" in answer.json["error"]["message"]) == (413, True)
-
-
-async def test_log_probabilities_of_a_prompt_are_those_of_the_whole_prompt() -> None:
-    server = Server(method="naive")
-    for path in (CHAT, COMPLETIONS):
-        linked = await server.client().post(path, {**ASK[path], "documents": DOCUMENTS})
-        whole = await server.client().post(path, {**ASK[path], "documents": DOCUMENTS, "prompt_logprobs": 0})
-        assert (linked.json["comb"]["method"], whole.json["comb"]["method"]) == ("naive", "full")
-        assert [document["state"] for document in whole.json["comb"]["documents"]] == ["inlined", "inlined"]
-        assert "vllm_xargs" in server.echo.bodies[-2]
-        assert "vllm_xargs" not in server.echo.bodies[-1]  # nothing is linked where nothing says so
-    server.check_idle()
 
 
 async def test_what_no_template_writes_out_takes_no_room() -> None:
@@ -315,4 +279,4 @@ async def test_what_no_template_writes_out_takes_no_room() -> None:
         {"role": "assistant", "content": sealed},
         {"role": "user", "content": [{"type": "image_url", "image_url": LONG}]},
     ]
-    assert (await server.client().post(MESSAGES, {**ASK[MESSAGES], "messages": turns})).status == 200
+    assert (await server.post(MESSAGES, {**ASK[MESSAGES], "messages": turns})).status == 200

@@ -1,38 +1,37 @@
-"""What /metrics shows of requests, documents and tiers."""
+"""What the log and /metrics say of requests, documents and tiers."""
 
 from __future__ import annotations
 
 import asyncio
+import json
+import logging
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
-from comb_serving.api.routes import CHAT
+from comb_serving.api.routes import CHAT, tenant_of
+from comb_serving.config.instance import JSONFormatter, configure
+from comb_serving.config.serve_options import ServeOptions
 from comb_serving.manager.counters import BOUNDS, Histogram
 from tests.helpers.fakes import until
-from tests.helpers.middleware_server import Server, chat
-
-pytest.importorskip("prometheus_client", reason="comes with vLLM")
+from tests.helpers.middleware_server import ASKED, DOCUMENTS, Server, chat
 
 
-async def test_every_document_is_counted_by_what_became_of_it() -> None:
-    server = Server()
-    client = server.client()
+async def test_every_document_is_counted_by_what_became_of_it(server: Server) -> None:
     assert server.sample("documents_total", state="hit") == 0
     for _ in range(2):
-        tokens = sum(document["tokens"] for document in (await client.post(CHAT, chat())).json["comb"]["documents"])
-    await client.post(CHAT, chat(comb={"encoder": False}))
+        tokens = sum(document["tokens"] for document in (await server.chat()).json["comb"]["documents"])
+    await server.chat(comb={"encoder": False})
     server.encoders.at_once = False
-    failing = chat(documents=["one"])
-    task = asyncio.create_task(client.post(CHAT, failing))
+    task = asyncio.create_task(server.chat(documents=["one"]))
     await until(lambda: server.encoders.open)
     assert server.sample("requests_waiting", reason="encoding") == 1
     server.encoders.answer(error="no")
     await task
-    states = {state: server.sample("documents_total", state=state) for state in ("hit", "encoded", "inlined")}
-    assert states == {"hit": 2, "encoded": 2, "inlined": 2}
-    assert server.sample("documents_total", state="failed") == 1
+    states = {"hit": 2, "encoded": 2, "inlined": 2, "failed": 1}
+    assert {state: server.sample("documents_total", state=state) for state in states} == states
     assert server.sample("document_tokens_total", state="hit") == tokens
     assert server.sample("encode_seconds_count") == 2
     assert server.sample("encode_seconds_sum") == pytest.approx(0.02)
@@ -42,17 +41,15 @@ async def test_every_document_is_counted_by_what_became_of_it() -> None:
 async def test_blocks_and_bytes_add_up(tmp_path: Path) -> None:
     server = Server(ranks=2, host_bytes=1000, disk_path=str(tmp_path))
     await server.app.front().check(None)
-    await server.client().post("/v1/documents", {"token_ids": [1] * 32, "pin": True})
-    await server.client().post("/v1/documents", {"token_ids": [2] * 5})
-    blocks = {state: server.sample("pool_blocks", state=state) for state in ("free", "used", "pinned")}
-    assert blocks == {"free": 5, "used": 1, "pinned": 2}
+    await server.post("/v1/documents", {"token_ids": [1] * 32, "pin": True})
+    await server.post("/v1/documents", {"token_ids": [2] * 5})
+    blocks = {"free": 5, "used": 1, "pinned": 2}
+    assert {state: server.sample("pool_blocks", state=state) for state in blocks} == blocks
 
     encoders = SimpleNamespace(kept_bytes={"host": 7, "disk": 9}, waiting=3, restarts=4)
-    used = {tier: server.sample("pool_used_bytes", encoders, tier=tier) for tier in ("device", "host", "disk")}
-    layout = server.manager.layout if server.manager else None
-    assert layout is not None
-    assert used == {"device": 2 * 3 * 16 * layout.bytes_per_token, "host": 7, "disk": 9}
-    assert server.sample("pool_bytes", encoders, tier="device") == 2 * layout.nbytes
+    used = {"device": 2 * 3 * 16 * server.manager.layout.bytes_per_token, "host": 7, "disk": 9}
+    assert {tier: server.sample("pool_used_bytes", encoders, tier=tier) for tier in used} == used
+    assert server.sample("pool_bytes", encoders, tier="device") == 2 * server.manager.layout.nbytes
     assert server.sample("pool_bytes", encoders, tier="disk") is None  # unbounded
     assert server.sample("encoder_queue_documents", encoders) == 3
     assert server.sample("encoder_restarts_total", encoders) == 4
@@ -60,7 +57,7 @@ async def test_blocks_and_bytes_add_up(tmp_path: Path) -> None:
 
 async def test_without_an_encoder_there_is_no_pool_to_show() -> None:
     server = Server(encoder=False)
-    await server.client().post(CHAT, chat())
+    await server.chat()
     assert server.sample("documents_total", state="inlined") == 2
     assert server.sample("encoder_enabled") == 0
     assert server.sample("pool_documents") is None
@@ -72,3 +69,86 @@ def test_a_histograms_buckets_are_cumulative() -> None:
         histogram.observe(seconds)
     found = dict(histogram.buckets)
     assert [found[bound] for bound in ("0.001", "0.25", "0.5", "30.0", "+Inf")] == [2, 2, 3, 3, 4]
+
+
+@pytest.fixture
+def heard(caplog: pytest.LogCaptureFixture) -> pytest.LogCaptureFixture:
+    caplog.set_level(logging.INFO, "comb_serving")
+    return caplog
+
+
+def lines(heard: pytest.LogCaptureFixture) -> list[dict[str, Any]]:
+    """Those that requests have left in the log."""
+    found = [record for record in heard.records if hasattr(record, "comb")]
+    return [json.loads(JSONFormatter("front").format(record)) for record in found]
+
+
+async def test_every_end_of_a_request_leaves_one_line(heard: pytest.LogCaptureFixture, server: Server) -> None:
+    key = "secret-key"
+    await server.chat(key)
+    await server.chat(key, documents=[*DOCUMENTS, "Cy is new."], stream=True)
+    await server.chat(key, comb={"encoder": False})
+    await server.chat(key, documents=[{"id": "nothing"}])
+    await server.chat(key, documents=["x" * 5000])
+    server.encoders.at_once, leave = False, asyncio.Event()
+    leaving = asyncio.create_task(server.post(CHAT, chat(documents=["another"]), key, leave=leave))
+    await until(lambda: server.manager.waiting > 0)
+    leave.set()
+    await leaving
+    await server.post(CHAT, {"messages": ASKED}, key)  # without documents: none
+    found = lines(heard)
+    assert [line["status"] for line in found] == [200, 200, 200, 404, 400, 499]
+    states = [{"encoded": 2}, {"encoded": 1, "hit": 2}, {"inlined": 2}, {}, {}, {}]
+    assert [line["documents"] for line in found] == states
+    assert (found[2]["encoder"], found[3]["error"]) == (False, "RequestError")
+    assert {line["tenant"] for line in found} == {tenant_of(f"Bearer {key}")[:8]}
+    assert all(line["seconds"] >= line["encode_seconds"] >= 0 for line in found)
+    assert len({line["request_id"] for line in found}) == len(found)
+
+
+async def test_neither_texts_nor_keys_are_logged_whatever_goes_wrong(
+    heard: pytest.LogCaptureFixture, server: Server
+) -> None:
+    marker = "PRIVATE"
+    text, client = f"{marker} text", server.client(f"key-{marker}")
+    titled, unknown = {"text": text, "title": marker}, {"text": marker, marker: 1}
+    for documents in ([text], [titled], [[text]], [text] * 300, [unknown], text):
+        await client.post(CHAT, chat(documents=documents))
+    server.echo.fails = True
+    assert (await client.post(CHAT, chat(documents=[text]))).status == 500
+    assert len(lines(heard)) == 7
+    for record in heard.records:
+        if record.name.startswith("comb_serving"):
+            assert marker not in logging.Formatter().format(record)
+            assert marker not in JSONFormatter("front").format(record)
+
+
+async def test_the_clients_id_is_vllms_and_the_lines(heard: pytest.LogCaptureFixture, server: Server) -> None:
+    ids: list[str] = []
+
+    async def spy(scope: Any, receive: Any, send: Any) -> None:
+        ids.append(dict(scope["headers"])[b"x-request-id"].decode())
+        await server.echo(scope, receive, send)
+
+    server.app.app = spy
+    await server.post(CHAT, chat(), more=[(b"x-request-id", b'mine" status=200')])
+    await server.chat()
+    assert [line["request_id"] for line in lines(heard)] == ids
+    assert ids[0] == 'mine" status=200'
+    text = next(record.getMessage() for record in heard.records if hasattr(record, "comb"))
+    assert text.startswith('request request_id="mine\\" status=200" ')
+
+
+def test_the_log_is_configured_once_as_asked(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    logger = logging.getLogger("comb_serving")
+    for name, value in (("handlers", []), ("propagate", logger.propagate), ("level", logger.level)):
+        monkeypatch.setattr(logger, name, value)
+    configure("json", "encoder 1")
+    configure("text", "another")
+    logging.getLogger("comb_serving.x").warning("said %d", 1)
+    line = json.loads(capsys.readouterr().err)
+    assert (line["process"], line["level"], line["message"]) == ("encoder 1", "WARNING", "said 1")
+    with pytest.raises(ValueError, match="text or json"):
+        ServeOptions("x", log_format="xml")

@@ -3,37 +3,21 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
 
 from comb_serving.api.routes import CHAT, COMPLETIONS, SWITCH
 from comb_serving.config.serve_options import key_hash
-from comb_serving.linking.layout import LinkingLayout
-from comb_serving.pool.capability import (
-    KEY,
-    MARK,
-    Capability,
-    LinkReport,
-    ReportReceiver,
-    ReportSender,
-    digest,
-    name_of,
-    unpack,
-)
+from comb_serving.pool.capability import KEY, MARK, Capability, LinkReport, digest, name_of, unpack
 from tests.helpers.fakes import until
-from tests.helpers.middleware_server import BUILDER, DOCUMENTS, SECRET, Server, chat, ids_of
-from tests.helpers.middleware_server import MESSAGES as ASKED
+from tests.helpers.middleware_server import ASKED, BUILDER, DOCUMENTS, SECRET, SEGMENTS, Server, ids_of
 
 METHOD = "legolink:4"
-LAYOUT = LinkingLayout(8, 16, 24, "model", "float32", 64, 4096)
-SEGMENTS = [ids_of(DOCUMENTS[0]["text"], "A"), ids_of(DOCUMENTS[1])]
 
 
 def plain(method: str = METHOD, **options: Any) -> Server:
-    return Server(method=method, layout=LAYOUT, **options)
+    return Server(method=method, **options)
 
 
 def capability_of(body: dict[str, Any]) -> Capability:
@@ -49,14 +33,9 @@ def documents_at(found: Capability, prompts: list[list[int]]) -> list[list[tuple
     return [[tuple(prompt[start : start + tokens]) for start, tokens in found.spans_in(prompt)] for prompt in prompts]
 
 
-def states(answer: Any) -> list[str]:
-    assert answer.status == 200, answer.body
-    return [document["state"] for document in answer.json["comb"]["documents"]]
-
-
 async def test_documents_stand_in_the_prompt_and_their_places_are_signed() -> None:
     server = plain()
-    cold, warm = [await server.client("key").post(CHAT, chat()) for _ in range(2)]
+    cold, warm = [await server.chat("key") for _ in range(2)]
     got, again = server.echo.bodies
     ids = list(BUILDER.build(ASKED, SEGMENTS).flat)
     assert got["kv_transfer_params"] == {"prompt_token_ids": ids}
@@ -66,7 +45,7 @@ async def test_documents_stand_in_the_prompt_and_their_places_are_signed() -> No
     handles = unpack(found.documents, num_blocks=8, block_size=16)
     assert [handle.tokens for handle in handles] == [len(segment) for segment in SEGMENTS]
     assert capability_of(again).documents == found.documents
-    assert (states(cold), states(warm)) == (["compiled"] * 2, ["hit"] * 2)
+    assert (cold.states, warm.states) == (["compiled"] * 2, ["hit"] * 2)
     assert cold.json["comb"]["method"] == METHOD
     # vLLM counts what stands in its prompt
     assert cold.json["usage"] == warm.json["usage"] == {**warm.json["usage"], "prompt_tokens": len(ids)}
@@ -76,29 +55,32 @@ async def test_documents_stand_in_the_prompt_and_their_places_are_signed() -> No
 async def test_a_prompt_without_documents_shares_the_salt_with_those_that_have_some() -> None:
     server = plain()
     for key in ("alice", "bob"):
-        await server.client(key).post(CHAT, chat())
-        await server.client(key).post(CHAT, {"messages": ASKED})
-        await server.client(key).post(CHAT, chat(comb={"method": "full"}))
+        await server.chat(key)
+        await server.post(CHAT, {"messages": ASKED}, key)
+        await server.chat(key, comb={"method": "full"})
     salts = [body["cache_salt"] for body in server.echo.bodies]
     assert salts[0] == salts[1] == salts[2] != salts[3] == salts[4] == salts[5]
 
 
-@pytest.mark.parametrize("method", [METHOD, "full"])
-async def test_full_is_plain_vllm(method: str) -> None:
+@pytest.mark.parametrize(
+    ("method", "more"),
+    [(METHOD, {"comb": {"method": "full"}}), ("full", {}), (METHOD, {"prompt_logprobs": 0})],  # of every token
+)
+async def test_full_is_plain_vllm(method: str, more: dict[str, Any]) -> None:
     server = plain(method)
-    answer = await server.client().post(CHAT, chat(comb={"method": "full"}))
+    answer = await server.chat(**more)
     (got,) = server.echo.bodies
     assert "vllm_xargs" not in got
     assert got["kv_transfer_params"]["prompt_token_ids"] == list(BUILDER.build(ASKED, SEGMENTS).flat)
     assert answer.json["comb"]["method"] == "full"
-    assert states(answer) == ["inlined", "inlined"]
+    assert answer.states == ["inlined", "inlined"]
     assert server.encoders.asked == []
 
 
 async def test_completions_have_places_for_each_prompt() -> None:
     server = plain()
     texts: list[Any] = ["Where is Ada?", [5, 6, 7]]
-    assert (await server.client().post(COMPLETIONS, {"prompt": texts, "documents": DOCUMENTS})).status == 200
+    assert (await server.post(COMPLETIONS, {"prompt": texts, "documents": DOCUMENTS})).status == 200
     (got,) = server.echo.bodies
     prompts = got["prompt"]
     assert documents_at(capability_of(got), prompts) == [SEGMENTS] * 2
@@ -109,23 +91,23 @@ async def test_completions_have_places_for_each_prompt() -> None:
 
 async def test_documents_inside_messages_are_found_where_they_stand() -> None:
     server = plain()
-    await server.client().post("/v1/documents", {"text": "Cy sleeps.", "id": "cy"})
+    await server.post("/v1/documents", {"text": "Cy sleeps.", "id": "cy"})
     parts = [{"type": "text", "text": "First: "}, {"type": "document", "id": "cy"}, {"type": "text", "text": " Who?"}]
-    answer = await server.client().post(CHAT, chat(messages=[{"role": "user", "content": parts}]))
+    answer = await server.chat(messages=[{"role": "user", "content": parts}])
     (got,) = server.echo.bodies
     ids = got["kv_transfer_params"]["prompt_token_ids"]
     assert documents_at(capability_of(got), [ids]) == [[*SEGMENTS, ids_of("Cy sleeps.")]]
-    assert states(answer) == ["compiled", "compiled", "hit"]
+    assert answer.states == ["compiled", "compiled", "hit"]
 
 
 async def test_a_request_chooses_among_methods_that_share_documents() -> None:
     server = plain()
     for name, meant in (("naive", "naive"), ("legolink", "legolink:16"), ("legolink:k=2", "legolink:2")):
-        answer = await server.client().post(CHAT, chat(comb={"method": name}))
+        answer = await server.chat(comb={"method": name})
         assert capability_of(server.echo.bodies[-1]).method == answer.json["comb"]["method"] == meant
     assert len(server.encoders.asked) == 2
     behind = plain("legolink-0")
-    assert (await behind.client().post(CHAT, chat(comb={"method": "naive,front=dummies:4"}))).status == 200
+    assert (await behind.chat(comb={"method": "naive,front=dummies:4"})).status == 200
     for asked, comb, message in (
         (server, {"method": "legolink-0"}, "ask for naive, legolink:k or full"),
         (behind, {"method": "naive"}, "ask for legolink-0 or full"),
@@ -138,28 +120,28 @@ async def test_a_request_chooses_among_methods_that_share_documents() -> None:
         (server, {"encoder": False}, 'plain model and no encoder: choose with {"method": "full"}'),
         (Server(), {"method": "naive"}, 'an adapter, which is the method: choose with {"encoder": false}'),
     ):
-        refused = await asked.client().post(CHAT, chat(comb=comb))
+        refused = await asked.chat(comb=comb)
         assert (refused.status, refused.json["error"]["param"]) == (400, "comb")
         assert message in refused.json["error"]["message"]
 
 
 async def test_the_method_is_switched_for_requests_that_name_none() -> None:
     server = plain(admin_hash=key_hash("boss"))
-    admin, client = server.client("boss"), server.client()
+    admin = server.client("boss")
     state = (await admin.post(SWITCH, {"method": "naive"})).json
     assert (state["method"], state["switchable"]) == ("naive", True)
-    assert (await client.post(CHAT, chat())).json["comb"]["method"] == "naive"
-    assert (await client.post(CHAT, chat(comb={"method": METHOD}))).json["comb"]["method"] == METHOD
+    assert (await server.chat()).json["comb"]["method"] == "naive"
+    assert (await server.chat(comb={"method": METHOD})).json["comb"]["method"] == METHOD
     await admin.post(SWITCH, {"method": "full"})
     for comb in ({}, {"method": METHOD}):  # a request can't switch it on
-        answer = await client.post(CHAT, chat(comb=comb))
-        assert (answer.json["comb"]["method"], states(answer)) == ("full", ["inlined"] * 2)
-    for body, status in (({"encoder": True}, 400), ({"method": "legolink-0"}, 400), ({}, 400)):
-        assert (await admin.post(SWITCH, body)).status == status
+        answer = await server.chat(comb=comb)
+        assert (answer.json["comb"]["method"], answer.states) == ("full", ["inlined"] * 2)
+    for body in ({"encoder": True}, {"method": "legolink-0"}, {}):
+        assert (await admin.post(SWITCH, body)).status == 400
     await admin.post(SWITCH, {"method": METHOD})
-    assert states(await client.post(CHAT, chat())) == ["hit"] * 2
+    assert (await server.chat()).states == ["hit"] * 2
     off = plain("full", admin_hash=key_hash("boss"))
-    assert (await off.client("boss").post(SWITCH, {"method": "naive"})).status == 409
+    assert (await off.post(SWITCH, {"method": "naive"}, "boss")).status == 409
 
 
 @pytest.mark.parametrize("why", ["full", "pinned", "quota", "too large", "not compiled"])
@@ -167,23 +149,24 @@ async def test_documents_that_find_no_place_are_computed_with_the_prompt(why: st
     server = plain(tenant_share=0.1) if why == "quota" else plain()
     documents: list[Any] = DOCUMENTS
     held = None
-    if why == "full":
-        held = asyncio.create_task(_hold(server))
+    if why == "full":  # a request holds the whole pool, until the gate opens
+        server.echo.gate = asyncio.Event()
+        held = asyncio.create_task(server.chat(documents=[{"token_ids": [n] * 64} for n in (7, 8)], stream=True))
         await until(lambda: server.manager.references)
     elif why == "pinned":
-        await server.client().post("/v1/documents", {"token_ids": [7] * 64, "pin": True})
-        await server.client().post("/v1/documents", {"token_ids": [8] * 60, "pin": True})
+        await server.post("/v1/documents", {"token_ids": [7] * 64, "pin": True})
+        await server.post("/v1/documents", {"token_ids": [8] * 60, "pin": True})
     elif why == "too large":
         documents = [{"token_ids": [9 + place] * 64} for place in range(3)]
     elif why == "not compiled":
         server.encoders.at_once = False
-    task = asyncio.create_task(server.client().post(CHAT, chat(documents=documents)))
+    task = asyncio.create_task(server.chat(documents=documents))
     if why == "not compiled":
         await until(lambda: len(server.encoders.open) == 2)
         server.encoders.answer(error="no")
         server.encoders.answer()
     answer = await task
-    assert states(answer) == ["inlined"] * len(documents)
+    assert answer.states == ["inlined"] * len(documents)
     assert answer.json["comb"]["method"] == "full"
     assert "vllm_xargs" not in server.echo.bodies[-1]
     if held is not None:
@@ -192,27 +175,13 @@ async def test_documents_that_find_no_place_are_computed_with_the_prompt(why: st
     server.check_idle()
 
 
-async def _hold(server: Server) -> None:
-    """A request over the whole pool, until the gate opens."""
-    server.echo.gate = asyncio.Event()
-    documents = [{"token_ids": [place] * 64} for place in (7, 8)]
-    await server.client().post(CHAT, chat(documents=documents, stream=True))
-
-
 async def test_pins_are_refused_rather_than_forgotten() -> None:
     server = plain(tenant_pinned_share=0.25)
-    answer = await server.client().post("/v1/documents", {"token_ids": [7] * 64, "pin": True})
+    answer = await server.post("/v1/documents", {"token_ids": [7] * 64, "pin": True})
     assert answer.status == 429
-    made = await server.client().post("/v1/documents", {"token_ids": [7] * 32, "pin": True, "id": "x"})
+    made = await server.post("/v1/documents", {"token_ids": [7] * 32, "pin": True, "id": "x"})
     assert (made.json["state"], made.json["cached"]) == ("compiled", True)
-    assert states(await server.client().post(CHAT, chat(documents=[{"id": "x"}]))) == ["hit"]
-
-
-@pytest.fixture
-def told(tmp_path: Path) -> Iterator[tuple[ReportReceiver, ReportSender]]:
-    receiver = ReportReceiver(tmp_path)
-    yield receiver, ReportSender(tmp_path)
-    receiver.close()
+    assert (await server.chat(documents=[{"id": "x"}])).states == ["hit"]
 
 
 @pytest.mark.parametrize("stream", [False, True])
@@ -221,30 +190,27 @@ async def test_what_the_engine_says_is_in_the_answer_the_log_and_the_metrics(
 ) -> None:
     receiver, sender = told
     server = plain(reports=receiver)
-    vllm = server.app.app
-    report = LinkReport(head_tokens=3, linked_tokens=20, computed_tokens=11)
+    said = {"head_tokens": 3, "linked_tokens": 20, "computed_tokens": 11}
 
     async def engine(scope: Any, receive: Any, send: Any) -> None:
         async def admitted(message: Any) -> None:
             body = server.echo.bodies[-1]
             if KEY in body.get("vllm_xargs", {}):
-                sender.send(name_of(body["vllm_xargs"][KEY]), report)
+                sender.send(name_of(body["vllm_xargs"][KEY]), LinkReport(**said))
             await send(message)
 
-        await vllm(scope, receive, admitted)
+        await server.echo(scope, receive, admitted)
 
     server.app.app = engine
     with caplog.at_level("INFO", logger="comb_serving"):
-        answer = await server.client().post(CHAT, chat(stream=stream))
+        answer = await server.chat(stream=stream)
     comb = answer.events[0]["comb"] if stream else answer.json["comb"]
-    said = {"head_tokens": 3, "linked_tokens": 20, "computed_tokens": 11}
     assert {name: comb.get(name) for name in said} == said
     assert [record.comb["linked_tokens"] for record in caplog.records if hasattr(record, "comb")] == [20]
     prompts = {"prompt": ["a", "b"], "documents": DOCUMENTS}  # of which of them, nobody knows
-    assert "linked_tokens" not in (await server.client().post(COMPLETIONS, prompts)).json["comb"]
+    assert "linked_tokens" not in (await server.post(COMPLETIONS, prompts)).json["comb"]
     counted = server.manager.counters.prompt_tokens
     assert counted == {(METHOD, "head"): 3, (METHOD, "linked"): 20, (METHOD, "computed"): 11}
-    pytest.importorskip("prometheus_client", reason="comes with vLLM")
     assert server.sample("prompt_tokens_total", method=METHOD, origin="computed") == 11
     assert server.sample("documents_total", state="compiled") == server.sample("compile_seconds_count") == 2
     assert server.sample("method", method=METHOD) == 1

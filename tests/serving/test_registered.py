@@ -9,11 +9,12 @@ import logging
 import os
 import stat
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 
@@ -42,30 +43,21 @@ async def started(folder: Path, known: Any = IDENTITY, **options: Any) -> Server
     return server
 
 
-async def add(client: Client, name: str, text: str = "", **more: Any) -> int | None:
-    return (await client.post(DOCUMENTS, {"id": name, "text": text or TEXTS[name], **more})).status
+async def add(asked: Server | Client, name: str, text: str = "", **more: Any) -> int | None:
+    return (await asked.post(DOCUMENTS, {"id": name, "text": text or TEXTS[name], **more})).status
 
 
-async def names(client: Client) -> list[str]:
-    return [one["id"] for one in (await client.send("GET", DOCUMENTS)).json["data"]]
+async def names(asked: Server | Client) -> list[str]:
+    return [one["id"] for one in (await asked.send("GET", DOCUMENTS)).json["data"]]
 
 
-async def used(client: Client, *names: str) -> list[str]:
+async def used(asked: Server | Client, *names: str) -> list[str]:
     """The states of registered documents in a request."""
-    answer = await client.post(CHAT, chat(documents=[{"id": name} for name in names]))
-    assert answer.status == 200, answer.body
-    return [document["state"] for document in answer.json["comb"]["documents"]]
+    return (await asked.post(CHAT, chat(documents=[{"id": name} for name in names]))).states
 
 
 def files(folder: Path) -> list[Path]:
     return sorted((folder / registered.FOLDER).iterdir())
-
-
-def fails(code: int) -> Callable[..., None]:
-    def work(*arguments: object, **named: object) -> None:
-        raise OSError(code, os.strerror(code))
-
-    return work
 
 
 def at(monkeypatch: pytest.MonkeyPatch, seconds: float) -> None:
@@ -140,22 +132,22 @@ async def test_nobody_else_reads_the_files_and_they_hold_no_api_key(tmp_path: Pa
 @pytest.mark.parametrize("what", ["fingerprint", "method", "dtype"])
 async def test_keys_name_the_weights_that_are_here_now(tmp_path: Path, what: str) -> None:
     first = await started(tmp_path)
-    await add(first.client(), "a")
+    await add(first, "a")
     second = await started(tmp_path, replace(IDENTITY, **{what: "another"}))
-    assert await used(second.client(), "a") == ["encoded"]
+    assert await used(second, "a") == ["encoded"]
     assert second.encoders.asked[0] != first.encoders.asked[0]
     again = await started(tmp_path)
-    assert await used(again.client(), "a") == ["encoded"]
+    assert await used(again, "a") == ["encoded"]
     assert again.encoders.asked == first.encoders.asked
 
 
 async def test_what_the_weights_do_not_take_is_dropped(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     first = await started(tmp_path)
-    await add(first.client(), "a")
-    await first.client().post(DOCUMENTS, {"id": "long", "token_ids": [5] * 40})
-    await first.client().post(DOCUMENTS, {"id": "other", "token_ids": [1000]})
+    await add(first, "a")
+    await first.post(DOCUMENTS, {"id": "long", "token_ids": [5] * 40})
+    await first.post(DOCUMENTS, {"id": "other", "token_ids": [1000]})
     second = await started(tmp_path, replace(IDENTITY, max_document_tokens=30, vocab_size=1000))
-    assert await names(second.client()) == ["a"]
+    assert await names(second) == ["a"]
     assert "1 registered documents are dropped: a document has 40 tokens, the encoder takes at most 30" in caplog.text
     assert "1 registered documents are dropped: token id 1000 is not in 0..999" in caplog.text
     assert len(files(tmp_path)) == 1
@@ -166,51 +158,51 @@ async def test_tokens_of_another_tokenizer_are_dropped(
 ) -> None:
     first = await started(tmp_path)
     for name in TEXTS:
-        await add(first.client(), name)
+        await add(first, name)
     other = copy.deepcopy(BUILDER.tokenizer)
     other.add_tokens(["<|new|>"])
     monkeypatch.setattr(middleware_server, "BUILDER", PromptBuilder(other))
     second = await started(tmp_path)
-    assert await names(second.client()) == []
+    assert await names(second) == []
     assert "2 registered documents are dropped: their tokens are another tokenizer's" in caplog.text
     assert files(tmp_path) == []
-    assert await add(second.client(), "a") == 200
+    assert await add(second, "a") == 200
 
 
 async def test_with_nothing_linked_they_are_there_too(tmp_path: Path) -> None:
     first = await started(tmp_path)
-    await add(first.client(), "a", pin=True)
+    await add(first, "a", pin=True)
     off = await started(tmp_path, encoder=False)
-    assert await used(off.client(), "a") == ["inlined"]
-    assert await add(off.client(), "b", pin=True) == 200
+    assert await used(off, "a") == ["inlined"]
+    assert await add(off, "b", pin=True) == 200
     again = await started(tmp_path)
-    assert await used(again.client(), "a", "b") == ["encoded", "encoded"]
+    assert await used(again, "a", "b") == ["encoded", "encoded"]
     assert again.manager.blocks_by_state()["pinned"] == 2
 
 
 @pytest.mark.parametrize("harm", ["cut", "empty", "changed", "renamed"])
 async def test_damage_costs_one_document(tmp_path: Path, harm: str, caplog: pytest.LogCaptureFixture) -> None:
     first = await started(tmp_path)
-    await add(first.client(), "a")
+    await add(first, "a")
     (file,) = files(tmp_path)
-    await add(first.client(), "b")
+    await add(first, "b")
     data = file.read_bytes()
     if harm == "renamed":
         file.rename(file.with_name(f"x{registered.SUFFIX}"))
     else:
         file.write_bytes({"cut": data[:-3], "empty": b"", "changed": data.replace(b"[", b"{", 1)}[harm])
     second = await started(tmp_path)
-    assert await names(second.client()) == ["b"]
+    assert await names(second) == ["b"]
     assert "1 registered documents are dropped: their files " in caplog.text
     assert len(files(tmp_path)) == 1
-    assert await add(second.client(), "a") == 200
+    assert await add(second, "a") == 200
 
 
 async def test_a_file_that_cannot_be_read_is_left_alone(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     first = await started(tmp_path)
     (tmp_path / registered.FOLDER / f"folder{registered.SUFFIX}").mkdir()
-    await add(first.client(), "a")
-    assert await names((await started(tmp_path)).client()) == ["a"]
+    await add(first, "a")
+    assert await names(await started(tmp_path)) == ["a"]
     assert "a registered document can't be read: " in caplog.text
 
 
@@ -219,42 +211,41 @@ async def test_a_full_disk_is_an_error_and_nothing_is_half_registered(
     tmp_path: Path, function: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     server = await started(tmp_path)
-    client = server.client()
-    assert await add(client, "a", ttl_s=1000) == 200
+    assert await add(server, "a", ttl_s=1000) == 200
     (file,) = files(tmp_path)
     before = file.read_bytes()
     with monkeypatch.context() as full:
-        full.setattr(function, fails(errno.ENOSPC))
-        answer = await client.post(DOCUMENTS, {"id": "b", "text": TEXTS["b"], "pin": True})
+        full.setattr(function, Mock(side_effect=OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))))
+        answer = await server.post(DOCUMENTS, {"id": "b", "text": TEXTS["b"], "pin": True})
         assert (answer.status, answer.headers["retry-after"]) == (503, "60")
         assert "No space left on device; nothing was changed" in answer.json["error"]["message"]
-        assert await add(client, "a", pin=True) == 503  # what it was before it stays
-    assert await names(client) == ["a"]
-    assert (await client.post(CHAT, chat(documents=[{"id": "b"}]))).status == 404
+        assert await add(server, "a", pin=True) == 503  # what it was before it stays
+    assert await names(server) == ["a"]
+    assert (await server.post(CHAT, chat(documents=[{"id": "b"}]))).status == 404
     assert not server.manager.index.pins
     server.check_idle()
     assert files(tmp_path) == [file]
     assert file.read_bytes() == before
-    assert await add(client, "b", pin=True) == 200
-    assert await names((await started(tmp_path)).client()) == ["a", "b"]
+    assert await add(server, "b", pin=True) == 200
+    assert await names(await started(tmp_path)) == ["a", "b"]
 
 
 async def test_times_to_live_go_on_while_the_server_is_down(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     at(monkeypatch, 1000)
     first = await started(tmp_path)
-    assert [await add(first.client(), "a", ttl_s=50), await add(first.client(), "b", ttl_s=100, pin=True)] == [200] * 2
+    assert [await add(first, "a", ttl_s=50), await add(first, "b", ttl_s=100, pin=True)] == [200] * 2
     at(monkeypatch, 1060)
     second = await started(tmp_path)
-    assert await names(second.client()) == ["b"]
+    assert await names(second) == ["b"]
     assert len(files(tmp_path)) == 1  # nothing of a document is to be found after its time
-    assert await used(second.client(), "b") == ["encoded"]
+    assert await used(second, "b") == ["encoded"]
     (entry,) = second.manager.pool.entries.values()
     assert entry.expires_at - second.manager.clock() == pytest.approx(40, abs=1)
     at(monkeypatch, 1101)
     await add(second.client("other"), "a")  # nor while the server runs, whoever registers something
     assert len(files(tmp_path)) == 1
     third = await started(tmp_path)
-    assert await names(third.client()) == []
+    assert await names(third) == []
     assert await names(third.client("other")) == ["a"]
 
 
@@ -264,10 +255,10 @@ async def test_a_renewed_document_lives_as_long_as_was_said_last(
     at(monkeypatch, 1000)
     first = await started(tmp_path)
     for more in ({"ttl_s": 10}, {}):
-        assert await add(first.client(), "a", **more) == 200
+        assert await add(first, "a", **more) == 200
     at(monkeypatch, 2000)
-    assert await add(first.client(), "b") == 200
-    assert await names((await started(tmp_path)).client()) == ["a", "b"]
+    assert await add(first, "b") == 200
+    assert await names(await started(tmp_path)) == ["a", "b"]
 
 
 async def test_what_is_deleted_stays_deleted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -275,7 +266,7 @@ async def test_what_is_deleted_stays_deleted(tmp_path: Path, monkeypatch: pytest
     for key in ("alice", "bob"):
         await add(first.client(key), "a")
     with monkeypatch.context() as broken:  # it would be there again
-        broken.setattr("pathlib.Path.unlink", fails(errno.EROFS))
+        broken.setattr("pathlib.Path.unlink", Mock(side_effect=OSError(errno.EROFS, os.strerror(errno.EROFS))))
         assert (await first.client("alice").send("DELETE", f"{DOCUMENTS}/a")).status == 503
     assert await names(first.client("alice")) == ["a"]
     assert (await first.client("alice").send("DELETE", f"{DOCUMENTS}/a")).json["deleted"] is True
@@ -291,20 +282,20 @@ async def test_pins_stay_within_a_share_that_has_become_smaller(
     first = await started(tmp_path)
     for number in range(3):
         body = {"id": f"d{number}", "token_ids": [number + 5] * 32, "pin": True}
-        assert (await first.client().post(DOCUMENTS, body)).status == 200
+        assert (await first.post(DOCUMENTS, body)).status == 200
     second = await started(tmp_path, tenant_pinned_share=0.5)  # four of eight blocks
     for name in ("d2", "d0", "d1", "d1"):
-        await used(second.client(), name)
+        await used(second, name)
     assert second.manager.blocks_by_state()["pinned"] == 4
     assert "is not pinned: your key would pin 6 of 8 blocks, its share is 4" in caplog.text
-    assert (await second.client().send("DELETE", f"{DOCUMENTS}/d2")).status == 200
-    assert await used(second.client(), "d1") == ["hit"]
+    assert (await second.send("DELETE", f"{DOCUMENTS}/d2")).status == 200
+    assert await used(second, "d1") == ["hit"]
     assert second.manager.blocks_by_state()["pinned"] == 4
     second.check_idle()
 
 
 async def test_who_asks_for_them_at_once_is_told_to_wait(tmp_path: Path) -> None:
-    await add((await started(tmp_path)).client(), "a")
+    await add(await started(tmp_path), "a")
     server = Server(disk_path=str(tmp_path))
     asked: Sequence[tuple[str, str, Any]] = [
         ("GET", DOCUMENTS, None),
@@ -314,48 +305,48 @@ async def test_who_asks_for_them_at_once_is_told_to_wait(tmp_path: Path) -> None
         ("POST", CHAT, chat(messages=[{"role": "user", "content": [{"type": "document", "id": "a"}]}])),
     ]
     for method, path, body in asked:
-        answer = await server.client().send(method, path, body)
+        answer = await server.send(method, path, body)
         assert (answer.status, answer.headers["retry-after"]) == (503, "2")
     for body in (chat(), {"messages": chat()["messages"]}):
-        assert (await server.client().post(CHAT, body)).status == 200
-    assert (await server.client().send("GET", SWITCH)).status == 200
+        assert (await server.post(CHAT, body)).status == 200
+    assert (await server.send("GET", SWITCH)).status == 200
     await server.app.front().check(None)
-    assert await used(server.client(), "a") == ["encoded"]
+    assert await used(server, "a") == ["encoded"]
 
 
 async def test_changes_come_one_after_the_other_whoever_leaves(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     server = await started(tmp_path)
-    client, (writing, gate) = server.client(), slow_writes(monkeypatch)
+    writing, gate = slow_writes(monkeypatch)
     leave = asyncio.Event()
-    leaving = asyncio.create_task(client.post(DOCUMENTS, {"id": "x", "text": "one"}, leave=leave))
+    leaving = asyncio.create_task(server.post(DOCUMENTS, {"id": "x", "text": "one"}, leave=leave))
     await until(writing.is_set)
     others = [
-        asyncio.create_task(client.post(DOCUMENTS, {"id": "x", "text": "two"})),
-        asyncio.create_task(client.send("DELETE", f"{DOCUMENTS}/x")),
+        asyncio.create_task(server.post(DOCUMENTS, {"id": "x", "text": "two"})),
+        asyncio.create_task(server.send("DELETE", f"{DOCUMENTS}/x")),
     ]
     await until(lambda: len(server.encoders.asked) == 2)
-    assert await names(client) == []
+    assert await names(server) == []
     leave.set()
     await leaving
     gate.set()
     # a change that has begun comes to its end, and nobody has come between its file and its entry
     assert [(await other).status for other in others] in ([400, 200], [200, 200])
     server.check_idle()
-    assert await names((await started(tmp_path)).client()) == await names(client)
+    assert await names(await started(tmp_path)) == await names(server)
 
 
 async def test_a_pin_that_comes_back_takes_no_room_that_was_promised(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     before = {"id": "before", "token_ids": [5] * 32, "pin": True}
-    assert (await (await started(tmp_path)).client().post(DOCUMENTS, before)).status == 200
+    assert (await (await started(tmp_path)).post(DOCUMENTS, before)).status == 200
     server = await started(tmp_path, tenant_pinned_share=0.5)  # four of eight blocks
     writing, gate = slow_writes(monkeypatch)
     now = {"id": "now", "token_ids": [6] * 48, "pin": True}
-    adding = asyncio.create_task(server.client().post(DOCUMENTS, now))
+    adding = asyncio.create_task(server.post(DOCUMENTS, now))
     await until(writing.is_set)
-    assert await used(server.client(), "before") == ["encoded"]
+    assert await used(server, "before") == ["encoded"]
     gate.set()
     assert (await adding).status == 200
-    assert await used(server.client(), "before") == ["hit"]
+    assert await used(server, "before") == ["hit"]
     assert server.manager.blocks_by_state()["pinned"] == 3

@@ -18,26 +18,24 @@ ADMIN = key_hash("admin")
 
 async def test_off_inlines_from_the_next_request_on_and_on_finds_the_pool_as_it_was() -> None:
     server = Server(admin_hash=ADMIN)
-    client, admin = server.client(), server.client("admin")
     server.echo.gate = asyncio.Event()
-    under_way = asyncio.create_task(client.post(CHAT, chat(stream=True)))
+    under_way = asyncio.create_task(server.chat(stream=True))
     await until(lambda: server.echo.bodies)
-    assert (await admin.post(SWITCH, {"encoder": False})).json["encoder"] is False
+    assert (await server.post(SWITCH, {"encoder": False}, "admin")).json["encoder"] is False
     assert KEY in server.echo.bodies[0]["vllm_xargs"]
     assert server.manager.references == 2
     server.echo.gate.set()
     assert (await under_way).events[0]["comb"]["encoder"] is True
     server.echo.gate = None
-    off = await client.post(CHAT, chat())
-    assert [document["state"] for document in off.json["comb"]["documents"]] == ["inlined", "inlined"]
-    asked = await client.post(CHAT, chat(comb={"encoder": True}))  # a request can't switch it on
+    assert (await server.chat()).states == ["inlined", "inlined"]
+    asked = await server.chat(comb={"encoder": True})  # a request can't switch it on
     assert asked.json["comb"]["encoder"] is False
-    made = await client.post("/v1/documents", {"text": "Cy sleeps.", "id": "cy", "pin": True})
+    made = await server.post("/v1/documents", {"text": "Cy sleeps.", "id": "cy", "pin": True})
     assert (made.status, made.json["state"]) == (200, "inlined")
     assert len(server.encoders.asked) == 2
-    assert (await admin.post(SWITCH, {"encoder": True})).json["encoder"] is True
-    on = await client.post(CHAT, chat(documents=[*DOCUMENTS, {"id": "cy"}]))
-    assert [document["state"] for document in on.json["comb"]["documents"]] == ["hit", "hit", "encoded"]
+    assert (await server.post(SWITCH, {"encoder": True}, "admin")).json["encoder"] is True
+    on = await server.chat(documents=[*DOCUMENTS, {"id": "cy"}])
+    assert on.states == ["hit", "hit", "encoded"]
     assert server.manager.blocks_by_state()["pinned"] == 1
     server.check_idle()
 
@@ -46,31 +44,30 @@ async def test_off_inlines_from_the_next_request_on_and_on_finds_the_pool_as_it_
 async def test_only_the_admin_key_switches(api_keys: tuple[str, ...]) -> None:
     server = Server(admin_hash=ADMIN, key_hashes=api_keys)
     for key, status in (("user", 401), (None, 401), ("admin", 200)):
-        assert (await server.client(key).post(SWITCH, {"encoder": False})).status == status
+        assert (await server.post(SWITCH, {"encoder": False}, key)).status == status
         assert server.app.front().preprocessor.linking == (status != 200)
-    assert (await server.client("admin").send("GET", SWITCH)).status == 200
-    assert (await server.client("user").send("GET", SWITCH)).status == 200
-    assert (await server.client("other").send("GET", SWITCH)).status == (401 if api_keys else 200)
+    for key, status in (("admin", 200), ("user", 200), ("other", 401 if api_keys else 200)):
+        assert (await server.client(key).send("GET", SWITCH)).status == status
     if api_keys:  # the admin key is no API key
-        assert (await server.client("admin").post(CHAT, chat())).status == 401
+        assert (await server.post(CHAT, chat(), "admin")).status == 401
     without = Server(key_hashes=api_keys)
     for key in ("user", "admin", None):
-        assert (await without.client(key).post(SWITCH, {"encoder": False})).status == 403
+        assert (await without.post(SWITCH, {"encoder": False}, key)).status == 403
     assert without.app.front().preprocessor.linking
 
 
 @pytest.mark.parametrize("body", [{}, {"encoder": 1}, {"encoder": True, "more": 1}, [], b"{"])
 async def test_bad_bodies_change_nothing(body: object) -> None:
     server = Server(admin_hash=ADMIN)
-    assert (await server.client("admin").post(SWITCH, body)).status == 400
+    assert (await server.post(SWITCH, body, "admin")).status == 400
     assert server.app.front().preprocessor.linking
     assert (await server.client("admin").send("DELETE", SWITCH)).status == 405
 
 
 async def test_a_server_without_an_encoder_cannot_get_one() -> None:
     server = Server(encoder=False, admin_hash=ADMIN)
-    assert (await server.client("admin").post(SWITCH, {"encoder": True})).status == 409
-    state = (await server.client("admin").post(SWITCH, {"encoder": False})).json
+    assert (await server.post(SWITCH, {"encoder": True}, "admin")).status == 409
+    state = (await server.post(SWITCH, {"encoder": False}, "admin")).json
     quota = {"documents": {"used": 0, "limit": 3}}
     assert state == {"object": "comb", "encoder": False, "switchable": False, "quota": quota}
 

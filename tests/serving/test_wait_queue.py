@@ -112,13 +112,11 @@ async def test_nobody_is_forgotten_overtaken_or_starved(moves: list[tuple[str, A
     await play(moves)
 
 
-async def test_the_property_would_notice_a_lost_wake_up(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(WaitQueue, "wake", lambda self: None)
-    with pytest.raises(AssertionError, match="nobody has woken it"):
-        await play([("ask", ["f"]), ("ask", ["e"]), ("release", 0)])
-
-
-async def test_the_property_would_notice_who_overtakes(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_the_property_would_notice_a_lost_wake_up_and_who_overtakes(monkeypatch: pytest.MonkeyPatch) -> None:
+    with monkeypatch.context() as faulty:
+        faulty.setattr(WaitQueue, "wake", lambda self: None)
+        with pytest.raises(AssertionError, match="nobody has woken it"):
+            await play([("ask", ["f"]), ("ask", ["e"]), ("release", 0)])
     monkeypatch.setattr(WaitQueue, "__len__", lambda self: 0)
     with pytest.raises(AssertionError):
         await play([("ask", ["c"]), ("ask", ["f"]), ("ask", ["b"])])
@@ -169,23 +167,18 @@ async def test_hits_pass_those_who_wait_for_room_but_not_for_ever() -> None:
 
 async def test_over_http_a_request_waits_then_answers_and_one_that_leaves_is_gone() -> None:
     server = Server(wait_seconds=30.0)
-    client = server.client()
-    server.echo.gate = asyncio.Event()
-    first = asyncio.create_task(client.post(CHAT, chat(documents=[{"token_ids": [1] * 60}], stream=True)))
+    server.echo.gate, leave = asyncio.Event(), asyncio.Event()
+    first = asyncio.create_task(server.chat(documents=[{"token_ids": [1] * 60}], stream=True))
     await until(lambda: server.echo.bodies)
-    other = await client.post(CHAT, chat(documents=[{"token_ids": [3] * 50}]))  # beside it there is room
-    assert other.status == 200
-    leave = asyncio.Event()
-    leaving = asyncio.create_task(
-        client.post(CHAT, chat(documents=[{"token_ids": [index] * 40} for index in (4, 5)]), leave=leave)
-    )
+    assert (await server.chat(documents=[{"token_ids": [3] * 50}])).status == 200  # beside it there is room
+    two = chat(documents=[{"token_ids": [index] * 40} for index in (4, 5)])
+    leaving = asyncio.create_task(server.post(CHAT, two, leave=leave))
     await until(lambda: len(server.manager.queue) >= 1)
-    waiting = asyncio.create_task(client.post(CHAT, chat(documents=[{"token_ids": [2] * 64}])))
+    waiting = asyncio.create_task(server.chat(documents=[{"token_ids": [2] * 64}]))
     await until(lambda: len(server.manager.queue) >= 2)
     leave.set()
     assert (await leaving).status is None
-    answer = await waiting  # its turn has come, and there is room for it
-    assert (answer.status, answer.json["comb"]["documents"][0]["state"]) == (200, "encoded")
+    assert (await waiting).states == ["encoded"]  # its turn has come, and there is room for it
     server.echo.gate.set()
     await first
     server.check_idle()
@@ -194,10 +187,10 @@ async def test_over_http_a_request_waits_then_answers_and_one_that_leaves_is_gon
 async def test_full_of_documents_in_use_is_429_with_retry_after_when_the_wait_is_over() -> None:
     server = Server(wait_seconds=0.05)
     server.echo.gate = asyncio.Event()
-    first = asyncio.create_task(server.client().post(CHAT, chat(documents=[{"token_ids": [1] * 60}], stream=True)))
+    first = asyncio.create_task(server.chat(documents=[{"token_ids": [1] * 60}], stream=True))
     await until(lambda: server.echo.bodies)
     server.echo.gate, gate = None, server.echo.gate
-    full = await server.client().post(CHAT, chat(documents=[{"token_ids": [index] * 40} for index in (4, 5)]))
+    full = await server.chat(documents=[{"token_ids": [index] * 40} for index in (4, 5)])
     assert (full.status, full.headers["retry-after"]) == (429, "2")
     gate.set()
     await first

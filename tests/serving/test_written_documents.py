@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from typing import Any
+from unittest.mock import AsyncMock
 
 import pytest
 
@@ -10,7 +11,8 @@ from comb_serving.api.fields import document_part
 from comb_serving.api.http import RequestError
 from comb_serving.api.response import ResponseWriter
 from comb_serving.api.routes import CHAT, MESSAGES
-from tests.helpers.middleware_server import BUILDER, Server, documents_of, ids_of
+from comb_serving.pool.capability import KEY, Capability, unpack
+from tests.helpers.middleware_server import BUILDER, SECRET, SEGMENTS, Server
 
 TEXT, OTHER = "Ada went to the garden.", "Bob is in the kitchen."
 WRITTEN = {"type": "document", "source": {"type": "text", "media_type": "text/plain", "data": TEXT}, "title": "A"}
@@ -29,40 +31,28 @@ def body(*parts: Any, **more: Any) -> dict[str, Any]:
 async def test_they_are_documents_at_their_place(method: str | None) -> None:
     server = Server(method=method)
     content = {"type": "content", "content": [{"type": "text", "text": OTHER}]}
-    answer = await server.client().post(MESSAGES, body(WRITTEN, document(source=content, title=None)))
-    assert answer.status == 200, answer.body
-    assert [each["state"] for each in answer.json["comb"]["documents"]] == ["compiled" if method else "encoded"] * 2
+    answer = await server.post(MESSAGES, body(WRITTEN, document(source=content, title=None)))
+    assert answer.states == ["compiled" if method else "encoded"] * 2
     (got,) = server.echo.bodies
-    first, second = ids_of(TEXT, "A"), ids_of(OTHER)
+    first, second = SEGMENTS
     referenced = [{"type": "document", "id": "x"}, {"type": "document", "id": "y"}, QUESTION]
     built = BUILDER.build([{"role": "user", "content": referenced}], [], {"x": [first], "y": [second]})
     ids = list(built.flat if method else built.query)
     assert got["kv_transfer_params"] == {"prompt_token_ids": ids}
-    assert [handle.tokens for handle in documents_of_any(got, method)] == [len(first), len(second)]
+    handles = unpack(Capability.verify(got["vllm_xargs"][KEY], SECRET).documents, num_blocks=8, block_size=16)
+    assert [handle.tokens for handle in handles] == [len(first), len(second)]
     # they are those of the field, too: whoever sends the same text has the hit
-    again = await server.client().post(CHAT, {"messages": [{"role": "user", "content": "?"}], "documents": [OTHER]})
-    assert [each["state"] for each in again.json["comb"]["documents"]] == ["hit"]
+    again = await server.post(CHAT, {"messages": [{"role": "user", "content": "?"}], "documents": [OTHER]})
+    assert again.states == ["hit"]
     server.check_idle()
 
 
-def documents_of_any(got: dict[str, Any], method: str | None) -> Any:
-    if method is None:
-        return documents_of(got)
-    from comb_serving.pool.capability import KEY, Capability, unpack
-    from tests.helpers.middleware_server import SECRET
-
-    return unpack(Capability.verify(got["vllm_xargs"][KEY], SECRET).documents, num_blocks=8, block_size=16)
-
-
-async def test_cache_control_keeps_them_for_their_time(monkeypatch: pytest.MonkeyPatch) -> None:
-    server = Server()
-    client = server.client("alice")
+async def test_cache_control_keeps_them_for_their_time(monkeypatch: pytest.MonkeyPatch, server: Server) -> None:
     for ttl, kept in (("1h", {"ttl": "1h"}), ("5m", {})):
         written = document(title=ttl, cache_control={"type": "ephemeral", **kept})
-        assert (await client.post(MESSAGES, body(written))).status == 200
-    assert (await client.post(MESSAGES, body(document(title="not kept")))).status == 200
-    registered = server.app.front().preprocessor.registered
-    (catalog,) = registered._catalogs.values()  # no other tenant's
+        assert (await server.post(MESSAGES, body(written), "alice")).status == 200
+    assert (await server.post(MESSAGES, body(document(title="not kept")), "alice")).status == 200
+    (catalog,) = server.app.front().preprocessor.registered._catalogs.values()  # no other tenant's
     start = catalog.clock()
     assert server.manager.blocks_by_state()["pinned"] == 2
     for seconds, left in ((299, 2), (301, 1), (3601, 0)):
@@ -75,7 +65,7 @@ async def test_cache_control_keeps_them_for_their_time(monkeypatch: pytest.Monke
 async def test_what_has_no_room_to_be_kept_is_answered_all_the_same() -> None:
     server = Server(tenant_pinned_share=0.01)
     kept = document(cache_control={"type": "ephemeral"})
-    assert (await server.client().post(MESSAGES, body(kept))).status == 200
+    assert (await server.post(MESSAGES, body(kept))).status == 200
     assert server.manager.blocks_by_state()["pinned"] == 0
     server.check_idle()
 
@@ -97,12 +87,10 @@ async def test_what_has_no_room_to_be_kept_is_answered_all_the_same() -> None:
         ({"type": "tool_result", "tool_use_id": "a", "content": [WRITTEN]}, "documents in a tool's answer"),
     ],
 )
-async def test_what_would_be_an_answer_without_its_document_is_refused(part: Any, message: str) -> None:
-    server = Server()
-    answer = await server.client().post(MESSAGES, body(part))
+async def test_what_would_be_an_answer_without_its_document_is_refused(part: Any, message: str, server: Server) -> None:
+    answer = await server.post(MESSAGES, body(part))
     assert (answer.status, answer.json["error"]["param"]) == (400, "messages")
     assert message in answer.json["error"]["message"]
-    server.check_idle()
 
 
 def test_a_context_stands_in_front_of_its_text() -> None:
@@ -129,9 +117,7 @@ def test_a_context_stands_in_front_of_its_text() -> None:
 def test_usage_tells_what_was_cached_from_what_is_from_now_on(
     counted: bool, given: dict[str, int], expected: tuple[int, int, int]
 ) -> None:
-    async def send(_: Any) -> None: ...
-
-    writer = ResponseWriter(send, lambda: {"head_tokens": 2, "linked_tokens": 10}, 10, 7, counted=counted)
+    writer = ResponseWriter(AsyncMock(), lambda: {"head_tokens": 2, "linked_tokens": 10}, 10, 7, counted=counted)
     usage = {**given, "output_tokens": 1}
     writer._amend(usage)
     names = ("input_tokens", "cache_read_input_tokens", "cache_creation_input_tokens")

@@ -1,10 +1,11 @@
-"""What a server looks at before it says that it is healthy, with an engine that does as a test says."""
+"""What a server looks at before it says that it is healthy, and what it asks again, with an engine as a test says."""
 
 from __future__ import annotations
 
+import asyncio
 import logging
-from collections.abc import AsyncIterator, Iterator
-from dataclasses import replace
+from collections.abc import AsyncIterator
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -12,16 +13,19 @@ from typing import Any
 import pytest
 import torch
 
-from comb_serving.api.self_check import check_start
+from comb_serving.api.preprocessor import PreprocessedRequest
+from comb_serving.api.routes import CHAT, COMPLETIONS
+from comb_serving.api.self_check import Audit, check_start
 from comb_serving.linking.layout import LinkingLayout
 from comb_serving.linking.methods import LinkMethod
-from comb_serving.pool.capability import KEY, Capability, LinkReport, ReportReceiver, ReportSender, name_of
-from tests.helpers.middleware_server import SECRET, Server
+from comb_serving.pool.capability import KEY, Capability, LinkReport, ReportSender, name_of
+from tests.helpers.middleware_server import LINKING_LAYOUT, SECRET, Server, chat
 
+pytest.importorskip("vllm")
 pytestmark = pytest.mark.vllm
-LAYOUT = LinkingLayout(8, 16, 24, "model", "float32", 64, 4096)
 
 
+@dataclass
 class Engine:
     """Its first token's log-probability is -1, over documents `more`; `noise` is added at every question.
 
@@ -29,12 +33,13 @@ class Engine:
     `more` where something was linked. It ends after `ends` tokens.
     """
 
-    def __init__(
-        self, more: float = 0.0, *, sender: ReportSender | None = None, noise: float = 0.0, links: bool = True,
-        ends: int = 9, blind: bool = False,
-    ) -> None:  # fmt: skip
-        self.blind = blind
-        self.more, self.sender, self.noise, self.links, self.ends, self.asked = more, sender, noise, links, ends, 0
+    more: float = 0.0
+    sender: ReportSender | None = None
+    noise: float = 0.0
+    links: bool = True
+    ends: int = 9
+    blind: bool = False
+    asked: int = 0
 
     async def generate(self, prompt: Any, parameters: Any, request_id: str, lora_request: Any) -> AsyncIterator[Any]:
         self.asked += 1
@@ -58,32 +63,21 @@ class Engine:
         yield SimpleNamespace(outputs=[SimpleNamespace(token_ids=answer, logprobs=logprobs, finish_reason="error")])
 
 
-@pytest.fixture
-def told(tmp_path: Path) -> Iterator[tuple[ReportReceiver, ReportSender]]:
-    pytest.importorskip("vllm")
-    receiver = ReportReceiver(tmp_path)
-    yield receiver, ReportSender(tmp_path)
-    receiver.close()
-
-
 async def check(server: Server, engine: Engine, checkpoint: Path | str, reports: Any = None) -> None:
     await check_start(server.app.front().preprocessor, engine, SECRET, str(checkpoint), reports)
 
 
-async def test_an_engine_that_reads_documents_is_believed_and_nothing_is_left(nano_adapter: Path) -> None:
-    pytest.importorskip("vllm")
-    server = Server()
+async def test_an_engine_that_reads_documents_is_believed_and_nothing_is_left(
+    nano_adapter: Path, server: Server
+) -> None:
     for engine in (Engine(0.5), Engine(-0.5, noise=0.01)):
         await check(server, engine, nano_adapter)
     assert not server.manager.pool.entries
-    server.check_idle()
 
 
 async def test_an_engine_that_reads_none_ends_the_server(
-    nano_adapter: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+    nano_adapter: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture, server: Server
 ) -> None:
-    pytest.importorskip("vllm")
-    server = Server()
     for engine in (Engine(0.0), Engine(0.0, noise=0.01)):
         with pytest.raises(RuntimeError, match="a document changes log-probabilities by"):
             await check(server, engine, nano_adapter)
@@ -100,7 +94,7 @@ async def test_an_engine_that_reads_none_ends_the_server(
 
 
 def layout_for(method: LinkMethod) -> LinkingLayout:
-    return replace(LAYOUT, front=() if method.front == "none" else (5, 6, 7), given=method.front == "adapter")
+    return replace(LINKING_LAYOUT, front=() if method.front == "none" else (5, 6, 7), given=method.front == "adapter")
 
 
 def plain(method: str = "legolink:16", *, blocks: int = 8, longest: int = 64) -> Server:
@@ -138,3 +132,65 @@ async def test_an_engine_that_links_wrongly_or_not_at_all_ends_the_server(told: 
 async def test_a_small_pool_and_short_prompts_are_enough(told: Any) -> None:
     server = plain(blocks=2, longest=22)
     await check(server, Engine(sender=told[1]), "", told[0])
+
+
+LINKED, FULL = [1, 2, 3, 4], [1, 2, 5, 4, 6]
+
+
+@dataclass
+class AuditedEngine:
+    """Linked requests get `LINKED`, others `FULL`."""
+
+    reason: str = "stop"
+    gate: asyncio.Event = field(default_factory=asyncio.Event)
+    salts: list[Any] = field(default_factory=list)
+
+    async def generate(self, prompt: Any, parameters: Any, request_id: str, lora_request: Any) -> AsyncIterator[Any]:
+        await self.gate.wait()
+        token = (parameters.extra_args or {}).get(KEY)
+        self.salts.append(prompt.get("cache_salt"))
+        if token is not None:
+            Capability.verify(token, SECRET).check(request_id, prompt.get("cache_salt"), prompt["prompt_token_ids"])
+        ids = FULL if token is None else LINKED
+        yield SimpleNamespace(outputs=[SimpleNamespace(token_ids=ids, finish_reason=self.reason)])
+
+
+async def prepared(server: Server, path: str = CHAT, **more: Any) -> PreprocessedRequest:
+    return await server.app.front().preprocessor.preprocess(path, chat(**more), "")
+
+
+async def ended(audit: Audit) -> None:
+    if audit._running is not None:
+        await asyncio.wait([audit._running])
+
+
+async def test_words_are_compared_up_to_where_they_part() -> None:
+    server, engine = Server(method="legolink:4"), AuditedEngine()
+    audit = Audit(0.5, server.app.front().preprocessor, SECRET, draw=lambda: 0.4)
+    audit.consider(await prepared(server), "", engine)
+    audit.consider(await prepared(server), "", engine)  # one at a time
+    engine.gate.set()
+    await ended(audit)
+    assert server.manager.counters.audits == {("legolink:4", "same"): 2, ("legolink:4", "parted"): 3}
+    assert len(engine.salts) == 2
+    assert engine.salts[1] is not None
+    server.check_idle()
+
+
+async def test_others_are_left_alone() -> None:
+    server, engine = Server(method="legolink:4"), AuditedEngine("error")
+    engine.gate.set()
+    seldom = Audit(0.5, server.app.front().preprocessor, SECRET, draw=lambda: 0.6)
+    audit = Audit(1.0, server.app.front().preprocessor, SECRET)
+    for asked, request in (
+        (seldom, await prepared(server)),
+        (audit, await prepared(server, comb={"method": "full"})),
+        (audit, await prepared(server, documents=[])),
+        (audit, await prepared(server, COMPLETIONS, prompt=["a", "b"])),
+        (audit, await prepared(server)),  # the engine fails
+    ):
+        asked.consider(request, "", engine)
+        await ended(asked)
+    assert not server.manager.counters.audits
+    assert len(engine.salts) == 1
+    server.check_idle()
