@@ -4,13 +4,14 @@ In the attention of one layer, the documents of a prompt are hidden from everyth
 divergence from the untouched model at the answer's tokens is measured. Where it is large, documents are read; that is
 where cross blocks belong. A few layers do nearly all of it, and an even spread can miss them.
 
-One forward pass over all prompts for each layer; nothing is trained.
+One forward pass over all prompts for each layer; nothing is trained. And how fresh cross blocks are fitted to what
+documents add in the layers behind them.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -19,7 +20,7 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from comb.backbones.discovery import ATTENTION_NAMES, find_child, inspect_backbone
+from comb.backbones.discovery import ATTENTION_NAMES, find_child, inspect_backbone, layer_input
 from comb.documents.datasets import read_dataset
 from comb.documents.document import Prompt, PromptBuilder
 from comb.evaluation.table import FittedTable
@@ -137,6 +138,101 @@ class _Batch:
         finally:
             handle.remove()
         return logits.float().log_softmax(-1)
+
+
+@torch.no_grad()
+def fit_blocks(model: Any, prompts: Sequence[Asked], *, batch_tokens: int = 4096) -> dict[int, float]:
+    """Scales each head of every cross block's attention so that together they add, as nearly as that makes it, what
+    documents D add in the backbone's own attention beside the rest R of the prompt,
+
+        Attn_l(x | D, R) - Attn_l(x | R),
+
+    to the hidden states x in front of layer l of the tokens that an answer is predicted at: least squares. A block that
+    starts as the layer's attention reads documents alone, and gives them what they share with the rest there; and
+    heads that look at what is near have nothing to say of documents at all.
+
+    Args:
+        model: a fresh `CombForCausalLM` (``initialization="first"``).
+        prompts: with documents, and not those that it is scored on afterwards.
+        batch_tokens: of one forward pass, padding included.
+
+    Returns:
+        by layer, the share of the sum of squares that the block explains on these prompts (R2).
+
+    Raises:
+        ValueError: for an attention that takes no mask (flash attention), or isn't added as it is.
+    """
+    backbone, blocks = model.backbone, dict(zip(model.config.cross_attention_layers, model.cross_blocks, strict=True))
+    if not takes_masks(backbone):
+        raise ValueError(
+            f"cross blocks are fitted with masks, which {backbone.config._attn_implementation} doesn't take: load the "
+            "backbone with attn_implementation=sdpa"
+        )
+    if model.config.encoder_config.norm_placement != "pre" or getattr(backbone.config, "residual_multiplier", 1) != 1:
+        raise ValueError(
+            "initialization=first is for backbones that add the output of their attention as it is: this one has norms "
+            "behind it or a factor on it"
+        )
+    heads, dim = model.info.num_attention_heads, model.info.head_dim
+    # of each block: products of what two heads add, of that with what is wanted, and of this with itself
+    sums = {layer: [torch.zeros(heads, heads), torch.zeros(heads), torch.zeros(())] for layer in blocks}
+    for rows in padded_batches(sorted(prompts, key=_tokens), batch_tokens, _tokens):
+        batch = _Batch(rows, backbone.device)
+        with model.linked([list(prompt.segments) for prompt, _ in rows]) as link:
+            pass  # the backbone runs plainly: each block is asked about states that no other has changed
+        with ExitStack() as stack:
+            for place, (layer, block) in enumerate(blocks.items()):
+                stack.enter_context(_compared(model, batch, link, layer, block, place, sums[layer]))
+            backbone.base_model(input_ids=batch.input_ids, use_cache=False)
+    shares = {}
+    for layer, (between, wanted, square) in sums.items():
+        ridge = 0.01 * between.diagonal().mean() * torch.eye(heads)
+        scale = torch.linalg.solve(between + ridge, wanted)
+        shares[layer] = float((2 * scale @ wanted - scale @ between @ scale) / square)
+        gate, weight = blocks[layer].attention_gate, blocks[layer].cross_attn.o_proj.weight
+        opened = gate.tanh() if gate.item() else 1.0  # behind a closed gate it waits for being opened
+        weight.mul_((scale.to(gate) / opened).repeat_interleave(dim))
+    return shares
+
+
+@contextmanager
+def _compared(
+    model: Any, batch: _Batch, link: Any, layer: int, block: Any, place: int, sums: list[Tensor]
+) -> Iterator[None]:
+    """While the backbone runs, adds to `sums` what `layer` adds for documents and what the block's heads do."""
+    module = model.backbone.get_submodule(model.info.layers_path)[layer]
+    attention = find_child(module, ATTENTION_NAMES)
+    if attention is None:
+        raise ValueError(f"layer {layer} of the backbone has no attention that documents could be hidden from")
+    weight = block.cross_attn.o_proj.weight.float().unflatten(1, (-1, model.info.head_dim))
+    found: list[Tensor] = []
+
+    def enter(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        states = block.input_layernorm(layer_input(args, kwargs).to(block.attention_gate))
+        mixed = block.cross_attn.read(states, link, place)[batch.predicts].float()
+        found[:] = [torch.einsum("thd,ohd->hto", mixed.unflatten(-1, (-1, model.info.head_dim)), weight)]
+
+    def leave(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
+        # not by a call, which would come here again
+        without = attention.forward(*args, **without_hidden(args, kwargs, batch.hidden))
+        wanted, each = (output[0] - without[0])[batch.predicts].float(), found[0]
+        products = (
+            torch.einsum("hto,gto->hg", each, each),
+            torch.einsum("hto,to->h", each, wanted),
+            wanted.square().sum(),
+        )
+        for total, product in zip(sums, products, strict=True):
+            total += product.cpu()
+
+    handles = (
+        module.register_forward_pre_hook(enter, with_kwargs=True),
+        attention.register_forward_hook(leave, with_kwargs=True),
+    )
+    try:
+        yield
+    finally:
+        for handle in handles:
+            handle.remove()
 
 
 @contextmanager

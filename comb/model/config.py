@@ -14,8 +14,8 @@ FORMAT_VERSION = 2  # 1 knows no exact_prefix, and would have all tokens read
 NORM_PLACEMENTS = ("pre", "post", "sandwich")
 QK_NORMS = ("none", "head", "flat")
 
-_REMOVED = {"shared_layers": False, "cross_qk_norm": "head", "sink": "token", "key_distance": 0,
-            "cross_mlp": True, "joint_attention": False, "primer": None}  # fmt: skip
+_REMOVED = {"shared_layers": False, "sink": "token", "key_distance": 0, "cross_mlp": True,
+            "joint_attention": False, "primer": None}  # fmt: skip
 """Fields of forms that were tried before version 0.2, and what they are in the form that is left (experiments.md)."""
 
 
@@ -30,6 +30,8 @@ class CombEncoderConfig(PreTrainedConfig):
             (None: as `attention_bias`).
         qk_norm: RMSNorm on the encoder's own queries and keys: ``none``, per ``head`` (Qwen3) or ``flat`` over
             all heads at once (OLMo-2).
+        cross_qk_norm: RMSNorm on the cross-attention's queries and keys, per ``head`` (the COMB release), or ``none``:
+            blocks that start as the backbone's own attention lose it where that has no such norm.
         norm_placement: ``pre`` (Llama), ``post`` (OLMo-2) or ``sandwich`` (Gemma 2) norms around each sub-layer.
         causal: a causal mask inside the encoder (the paper's eq. 2); the published code is bidirectional.
         kv_input_norm: an RMSNorm in front of each cross layer's K and V projections. The COMB release has none;
@@ -55,6 +57,7 @@ class CombEncoderConfig(PreTrainedConfig):
     cross_attention_bias: bool | None = None
     mlp_bias: bool = False
     qk_norm: str = "none"
+    cross_qk_norm: str = "head"
     norm_placement: str = "pre"
     causal: bool = False
     kv_input_norm: bool = True
@@ -69,6 +72,8 @@ class CombEncoderConfig(PreTrainedConfig):
         check_types(self)
         if self.qk_norm not in QK_NORMS:
             raise ValueError(f"qk_norm is one of {', '.join(QK_NORMS)}, not {self.qk_norm!r}")
+        if self.cross_qk_norm not in ("head", "none"):
+            raise ValueError(f"cross_qk_norm is head or none, not {self.cross_qk_norm!r}")
         if self.norm_placement not in NORM_PLACEMENTS:
             raise ValueError(f"norm_placement is one of {', '.join(NORM_PLACEMENTS)}, not {self.norm_placement!r}")
         if self.num_attention_heads % self.num_key_value_heads:

@@ -152,10 +152,15 @@ class CrossAttention(nn.Module):
         width = config.num_attention_heads * config.head_dim
         self.q_proj = nn.Linear(config.hidden_size, width, bias=config.cross_bias)
         self.o_proj = nn.Linear(width, config.hidden_size, bias=False)
-        self.q_norm = LlamaRMSNorm(config.head_dim, config.rms_norm_eps)
+        normed = config.cross_qk_norm == "head"
+        self.q_norm = LlamaRMSNorm(config.head_dim, config.rms_norm_eps) if normed else nn.Identity()
 
     def forward(self, hidden: Tensor, documents: LinkedDocuments, layer: int) -> Tensor:
         """[rows_with_documents, tokens, hidden] -> the same shape."""
+        return self.o_proj(self.read(hidden, documents, layer))  # type: ignore[no-any-return]
+
+    def read(self, hidden: Tensor, documents: LinkedDocuments, layer: int) -> Tensor:
+        """What the heads read. [rows_with_documents, tokens, hidden] -> [.., tokens, heads * head_dim]"""
         query = self.q_norm(self.q_proj(hidden).unflatten(-1, (-1, self.head_dim))).transpose(1, 2)
         query, keys, values, mask = documents.attention_inputs(layer, query)
         mixed = attend(
@@ -167,7 +172,7 @@ class CrossAttention(nn.Module):
             scaling=self.scaling,
             **mask,
         )
-        return self.o_proj(mixed.reshape(*hidden.shape[:2], -1))  # type: ignore[no-any-return]
+        return mixed.reshape(*hidden.shape[:2], -1)
 
 
 class CrossBlock(nn.Module):

@@ -143,7 +143,7 @@ class EncoderLayer(GradientCheckpointingLayer):
 class KeyValueHead(nn.Module):
     """Projects one encoder layer's output to the keys and values of one cross block (COMB eq. 5, 6).
 
-    Keys leave it normalised, so that reading a PICache costs nothing per step.
+    Where keys are normalised they leave it so, so that reading a PICache costs nothing per step.
     """
 
     def __init__(self, config: CombEncoderConfig) -> None:
@@ -153,7 +153,8 @@ class KeyValueHead(nn.Module):
         self.norm = LlamaRMSNorm(config.hidden_size, config.rms_norm_eps) if config.kv_input_norm else nn.Identity()
         self.k_proj = nn.Linear(config.hidden_size, width, bias=config.cross_bias)
         self.v_proj = nn.Linear(config.hidden_size, width, bias=config.cross_bias)
-        self.k_norm = LlamaRMSNorm(config.head_dim, config.rms_norm_eps)
+        normed = config.cross_qk_norm == "head"
+        self.k_norm = LlamaRMSNorm(config.head_dim, config.rms_norm_eps) if normed else nn.Identity()
 
     def forward(self, hidden: Tensor) -> tuple[Tensor, Tensor]:
         """[rows, tokens, hidden] -> keys, values, each [rows, tokens, kv_heads, head_dim]"""

@@ -21,9 +21,16 @@ from transformers import PreTrainedModel
 from comb.backbones.discovery import ATTENTION_NAMES, MLP_NAMES, BackboneInfo, find_child, text_config
 from comb.model.config import CombEncoderConfig
 from comb.model.cross_attention import CrossBlock
-from comb.model.encoder import CombEncoder, KeyValueHead
+from comb.model.encoder import CombEncoder, KeyValueHead, apply_rotary
 
 logger = logging.getLogger(__name__)
+
+TURN = 200
+"""Tokens by which the keys of blocks that start as the backbone's own attention stand behind what reads them.
+
+Blocks have no positions, and heads that look at what is near find all of it in a document side by side. At 100 to 300
+tokens such a block adds .35 to .38 (R2) of what documents add in SmolLM2-135M's attention, at 0 .20, at 800 .14.
+"""
 
 
 @dataclass
@@ -166,12 +173,13 @@ def encoder_config_for(
     num_layers: int,
     causal: bool,
     max_document_tokens: int | None,
-    plain: bool,
+    initialization: str,
 ) -> CombEncoderConfig:
     """The encoder's shape: the backbone's geometry, and room for what its layers hold besides.
 
     Args:
-        plain: a Llama-style layer whatever the backbone's layers have.
+        initialization: ``random`` is a Llama-style layer whatever the backbone's layers have; ``first`` normalises the
+            queries and keys of the cross-attention only where the backbone does.
     """
     config = CombEncoderConfig(
         hidden_size=info.hidden_size,
@@ -186,12 +194,14 @@ def encoder_config_for(
         rope_parameters=info.rope_parameters,
         causal=causal,
     )
-    if plain:
+    if initialization == "random":
         return config
     layers: nn.ModuleList = backbone.get_submodule(info.layers_path)
     part = _with_attention(layers, len(layers) // 2, info, text_config(backbone))
     config.qk_norm, config.norm_placement = part.qk_norm, part.norm_placement
     config.attention_bias = part.attention_bias
+    if initialization == "first" and part.qk_norm == "none":
+        config.cross_qk_norm = "none"
     return config
 
 
@@ -258,6 +268,11 @@ def initialize_from_backbone(
         assert isinstance(block, CrossBlock)
         assert isinstance(head, KeyValueHead)
         copied += _start_cross_block(block, head, _with_attention(layers, position, info, config), info)
+        if first and encoder.config.cross_qk_norm == "none":  # behind a norm's weights it would be another turn
+            cosine, sine = encoder.rotary(torch.tensor([[-TURN]], device=head.k_proj.weight.device))
+            for parameter in head.k_proj.parameters():
+                keys = parameter.view(info.num_key_value_heads, info.head_dim, -1).mT[None]  # [1, heads, inputs, dim]
+                parameter.copy_(apply_rotary(keys, cosine, sine)[0].mT.reshape(parameter.shape))
     total = sum(1 for module in (encoder, blocks) for _ in module.parameters())
     logger.info("encoder and cross blocks: %d of %d tensors start from the backbone's layers", copied, total)
 
@@ -285,7 +300,7 @@ def _start_cross_block(block: CrossBlock, head: KeyValueHead, part: LayerParts, 
         "input_layernorm": "input_layernorm", "post_attention_layernorm": "post_attention_layernorm"})  # fmt: skip
     if part.qk_norm == "head":
         copied += copy_parts(block, part, {"self_attn.q_norm": "cross_attn.q_norm"})
-    elif part.has("self_attn.q_proj.weight", "self_attn.k_proj.weight"):
+    elif not isinstance(head.k_norm, nn.Identity) and part.has("self_attn.q_proj.weight", "self_attn.k_proj.weight"):
         # cross-attention that normalises where the layer doesn't: its norms take over the projections' size
         for norm, name in ((block.cross_attn.q_norm, "q_proj"), (head.k_norm, "k_proj")):
             weight, scale = part.weights[f"self_attn.{name}.weight"].float(), part.weights.get("input_layernorm.weight")
@@ -295,5 +310,5 @@ def _start_cross_block(block: CrossBlock, head: KeyValueHead, part: LayerParts, 
             variance = weight.pow(2).sum(1)
             if (bias := part.weights.get(f"self_attn.{name}.bias")) is not None:
                 variance = variance + bias.float().pow(2)
-            norm.weight.copy_(variance.mean().sqrt().expand(info.head_dim))
+            norm.get_parameter("weight").copy_(variance.mean().sqrt().expand(info.head_dim))
     return len(copied)

@@ -148,7 +148,7 @@ class CombForCausalLM(AdapterModel, GenerationMixin):
                 num_layers=num_encoder_layers,
                 causal=encoder_causal,
                 max_document_tokens=max_document_tokens,
-                plain=initialization == "random",
+                initialization=initialization,
             ),
             cross_attention_layers=layers,
             cross_encoder_layers=(
@@ -305,7 +305,6 @@ class CombForCausalLM(AdapterModel, GenerationMixin):
         documents: Documents | None = None,
         prefix_tokens: Sequence[int] | None = None,
         labels: Tensor | None = None,
-        states: Sequence[Tensor] | None = None,
         **kwargs: Any,
     ) -> Any:
         """The backbone's forward over the query, with documents linked to its rows.
@@ -315,17 +314,13 @@ class CombForCausalLM(AdapterModel, GenerationMixin):
             documents: one list per row, of any length; None when no row has documents.
             prefix_tokens: per row, how many of its first tokens read none (`CombConfig.exact_prefix`); None is none.
             labels, kwargs: as for the backbone.
-            states: hidden states in front of the layers with cross blocks, each [rows, tokens, hidden]; in place of
-                the backbone the blocks alone are run, each on its own.
 
         Returns:
-            the backbone's output; of `states`, what each block adds to them.
+            the backbone's output.
         """
-        given = (input_ids, kwargs.get("inputs_embeds"), *(states or ())[:1])
+        given = (input_ids, kwargs.get("inputs_embeds"))
         check_rows(documents, *given)
         with self.linked(documents, _reading(prefix_tokens, attention_mask, *given)) as link:
-            if states is not None:
-                return [block(x, link) - x for block, x in zip(self.cross_blocks, states, strict=True)]
             output = self.backbone(input_ids=input_ids, attention_mask=attention_mask, labels=labels, **kwargs)
         if link is not None:
             _check_read(link)

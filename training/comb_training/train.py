@@ -49,8 +49,6 @@ OBJECTIVES = {
     (True, True): "cross-entropy + KL to full recompute, weighted, nats per target token",
 }
 """What `ce_weight` and `kl_weight` minimise."""
-ATTENTION = "what documents add: share missed, 1 - R2"
-"""What `objective: attention` minimises."""
 
 
 @dataclass
@@ -139,7 +137,6 @@ def run_training(
         "heldout_losses": trainer.logged("eval_loss"),
         "heldout_kl": trainer.logged("eval_kl"),
         "heldout_closed": trainer.logged("eval_closed"),
-        "heldout_r2": trainer.logged("eval_r2"),
     }
     model = run.model if distributed.is_main() and not trainer.sharded else None
     folder = Path(config.train.output_dir)
@@ -172,18 +169,15 @@ def _write_record(config: Config, record: dict[str, Any], folder: Path) -> None:
     """training.json, the plot of its losses, and the card, which tells what it says."""
     write_training(folder, record)
     train, divergences = config.train, dict(record["heldout_kl"])
-    if train.objective == "attention":
-        minimised = [(step, 1 - share) for step, share in record["heldout_r2"]]
-    else:
-        minimised = [
-            (step, train.ce_weight * loss + train.kl_weight * divergences.get(step, 0.0))
-            for step, loss in record["heldout_losses"]
-            if divergences or not train.kl_weight  # else the divergence wasn't measured
-        ]
+    minimised = [
+        (step, train.ce_weight * loss + train.kl_weight * divergences.get(step, 0.0))
+        for step, loss in record["heldout_losses"]
+        if divergences or not train.kl_weight  # else the divergence wasn't measured
+    ]
     try:
         plot_training(
             record["losses"], folder / LOSS_PLOT, heldout=minimised, closed=record["heldout_closed"],
-            loss=ATTENTION if train.objective == "attention" else OBJECTIVES[train.ce_weight > 0, train.kl_weight > 0],
+            loss=OBJECTIVES[train.ce_weight > 0, train.kl_weight > 0],
             title=public(f"{config.model.backbone}: {config.data.label}", here=True),
         )  # fmt: skip
     except ImportError:

@@ -71,7 +71,8 @@ class ParallelCrossAttention(nn.Module):
             config.hidden_size, width, bias=config.cross_bias, return_bias=False, prefix=f"{prefix}.q_proj"
         )
         self.o_proj = OwnRowLinear(width, config.hidden_size, bias=False, return_bias=False, prefix=f"{prefix}.o_proj")
-        self.q_norm = FusedNorm(config.head_dim, config.rms_norm_eps)
+        normed = config.cross_qk_norm == "head"
+        self.q_norm = FusedNorm(config.head_dim, config.rms_norm_eps) if normed else nn.Identity()
 
     def query(self, hidden: Tensor) -> Tensor:
         """[tokens, hidden] -> [tokens, heads, head_dim]."""

@@ -238,9 +238,6 @@ class TrainConfig:
     """Peak learning rate of everything but the gates, which learn ten times as fast."""
     warmup: Share = 0.05
     """Share of the run in which the learning rate rises linearly."""
-    objective: Literal["answers", "attention"] = "answers"
-    """answers: as the weights below say. attention: what cross blocks add to hidden states becomes what documents in
-    the prompt add there, in the backbone's own attention, at every target token: a first stage, over long targets."""
     ce_weight: NotNegative = 1.0
     """Weight of the cross-entropy on the answers; 0 with `kl_weight` distils alone, which sharpens nothing."""
     kl_weight: NotNegative = 0.0
@@ -290,8 +287,6 @@ class TrainConfig:
     def __post_init__(self) -> None:
         if self.steps is None and self.epochs is None and self.max_seconds is None:
             object.__setattr__(self, "epochs", 1.0)
-        if self.objective == "attention" and self.kl_weight:
-            raise ValueError("train.kl_weight has no effect with train.objective=attention: leave it out")
         if self.ce_weight == self.kl_weight == 0:
             raise ValueError("train.ce_weight and train.kl_weight are both 0: there is nothing to learn")
         if self.teacher is not None and self.answers != "on_policy":
@@ -366,8 +361,6 @@ class Config:
             )
         method = self.train.method
         if method != "comb":
-            if self.train.objective == "attention":
-                raise ValueError("train.objective=attention is of cross blocks, which train.method=comb has")
             if self.eval == EvalConfig():
                 object.__setattr__(self, "eval", EvalConfig(methods=("full", method, "none")))
             if "comb" in self.eval.methods:

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from comb.evaluation.placement import measure_placement, short_prompts
+from comb.evaluation.placement import fit_blocks, measure_placement, short_prompts
 from comb.model.config import CombConfig
 from comb.model.modeling import CombForCausalLM
 from comb_training.config import Config
@@ -25,6 +25,9 @@ from comb_training.models.method import (
 )
 
 logger = logging.getLogger(__name__)
+
+FITTED_ON = 24
+"""Prompts that fresh blocks are fitted on: a coefficient for each head is soon known."""
 
 
 @training_methods.register("comb")
@@ -67,24 +70,29 @@ class CombTraining(TrainingMethod):
     def fitted(
         self, model: Any, config: Config, examples: Sequence[TrainingExample], resume: str | Path | None
     ) -> CombForCausalLM:
-        """Cross blocks where documents are read (`measured_cross_layers`); every rank measures on the same examples."""
-        if config.model.measured_cross_layers is None:
-            return model  # type: ignore[no-any-return]  # a `CombForCausalLM`
-        if resume is not None:
-            layers = CombConfig.from_pretrained(resume).cross_attention_layers
-        else:
-            number = min(512, len(examples))  # evenly spaced
-            some = [examples[index * len(examples) // number] for index in range(number)]
-            prompts = short_prompts([(example.prompt, example.target) for example in some])
-            placement = measure_placement(model.backbone, prompts)
-            layers = placement.best(config.model.measured_cross_layers)
-            lost = ", ".join(f"{layer}: {placement.losses[layer]:.3f}" for layer in layers)
-            logger.info("cross blocks before layers %s (nats lost without: %s; without all: %.3f)", layers, lost,
-                        placement.without)  # fmt: skip
-        named, revision = model.config.backbone_name_or_path, model.config.backbone_revision
-        model = self._fresh(config, model.backbone, layers)
-        model.config.backbone_name_or_path, model.config.backbone_revision = named, revision
-        return model  # type: ignore[no-any-return]
+        """Cross blocks where documents are read (`measured_cross_layers`), and fitted there if they start as the
+        backbone's own attention; every rank measures on the same examples."""
+        number = min(512, len(examples))  # evenly spaced
+        some = [examples[index * len(examples) // number] for index in range(number)]
+        prompts = [(example.prompt, example.target) for example in some]
+        if config.model.measured_cross_layers is not None:
+            if resume is not None:
+                layers = CombConfig.from_pretrained(resume).cross_attention_layers
+            else:
+                placement = measure_placement(model.backbone, short_prompts(prompts))
+                layers = placement.best(config.model.measured_cross_layers)
+                lost = ", ".join(f"{layer}: {placement.losses[layer]:.3f}" for layer in layers)
+                logger.info("cross blocks before layers %s (nats lost without: %s; without all: %.3f)", layers, lost,
+                            placement.without)  # fmt: skip
+            named, revision = model.config.backbone_name_or_path, model.config.backbone_revision
+            model = self._fresh(config, model.backbone, layers)
+            model.config.backbone_name_or_path, model.config.backbone_revision = named, revision
+        fresh = resume is None and config.model.init_from is None
+        if fresh and config.model.options.get("initialization") == "first":
+            shares = fit_blocks(model, prompts[:: max(1, number // FITTED_ON)])
+            found = ", ".join(f"{layer}: {share:.2f}" for layer, share in shares.items())
+            logger.info("what cross blocks begin with, of what documents add in the layers behind them (R2): %s", found)
+        return model  # type: ignore[no-any-return]  # a `CombForCausalLM`
 
     def bare(self, inputs: Mapping[str, Any]) -> dict[str, Any]:
         return {**inputs, "documents": None}

@@ -103,7 +103,7 @@ def plan(config: Config, *, ranks: int | None = None) -> Plan:
         )
     if "quantization_config" in config.model.options:
         result.notes.append("the backbone's bytes are those without model.options.quantization_config")
-    if config.train.kl_weight or config.train.objective == "attention":
+    if config.train.kl_weight:
         result.notes.append("the activations are without the full prompts, which the backbone alone reads")
     checkpointing = config.train.gradient_checkpointing
     result.memory = [

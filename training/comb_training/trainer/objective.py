@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Sequence
-from contextlib import nullcontext
 from itertools import accumulate
 from pathlib import Path
 from typing import Any
@@ -20,14 +19,7 @@ from comb_training.data.batches import IGNORED, TrainingExample
 from comb_training.trainer import distributed
 from comb_training.trainer.accelerator import engine_autocast
 from comb_training.trainer.checkpoints import TrainingDivergedError
-from comb_training.trainer.losses import (
-    AttentionTargets,
-    Teacher,
-    attention_targets,
-    target_logits_only,
-    target_loss,
-    token_losses,
-)
+from comb_training.trainer.losses import Teacher, target_logits_only, target_loss, token_losses
 
 logger = logging.getLogger(__name__)
 
@@ -59,20 +51,11 @@ class Objective:
         self._bad_now = False
         inputs = dict(batch)
         labels, prompts = inputs.pop("labels"), inputs.pop("full_prompts", None)
-        if self.config.objective == "attention":
-            assert prompts is not None
-            given = {name: prompts[name] for name in ("input_ids", "attention_mask")}
-            with attention_targets(self.model, prompts) as wanted:
-                self.model.backbone.base_model(**given, use_cache=False)  # nobody asks for its logits
-            found = wrapped(documents=inputs["documents"], states=[each.states for each in wanted])
-            errors = [each.errors(added) for each, added in zip(wanted, found, strict=True)]
-            loss = torch.stack(errors).mean(0).sum() / targets
-        else:
-            teacher = self.ask_teacher(prompts) if prompts is not None else None
-            with target_logits_only(self.model, labels):
-                outputs = wrapped(**inputs)
-            weights = {"weight": self.config.kl_weight, "ce_weight": self.config.ce_weight}
-            loss = target_loss(outputs, labels, targets, teacher=teacher, **weights)
+        teacher = self.ask_teacher(prompts) if prompts is not None else None
+        with target_logits_only(self.model, labels):
+            outputs = wrapped(**inputs)
+        weights = {"weight": self.config.kl_weight, "ce_weight": self.config.ce_weight}
+        loss = target_loss(outputs, labels, targets, teacher=teacher, **weights)
         finite = bool(torch.isfinite(loss))
         if distributed.all_true(finite):
             return loss
@@ -115,8 +98,6 @@ def heldout_losses(
     accelerator: Accelerator,
     ask_teacher: Callable[[dict[str, Tensor]], Teacher],
     leave_out: Callable[[dict[str, Any]], dict[str, Any]],
-    *,
-    attention: bool,
 ) -> dict[str, float]:
     """Mean loss per target token of examples that are not trained on (``eval_loss``). Collective.
 
@@ -129,13 +110,9 @@ def heldout_losses(
         batches: the same on every rank.
         ask_teacher: what the backbone says that has the documents in its prompt.
         leave_out: of a batch's inputs, those without its documents.
-        attention: also ``eval_r2_LAYER`` of every cross block, the share of what documents add to the hidden state in
-            the backbone's own attention that the block adds (`attention_targets`), and ``eval_r2``, their mean.
     """
     starts = [0, *accumulate(map(len, batches))]
     found = torch.zeros(starts[-1], 4, dtype=torch.float64)  # of each example: target tokens, and sums over them
-    layers: list[int] = model.config.cross_attention_layers if attention else []
-    missed = torch.zeros(len(layers), dtype=torch.float64)  # of each cross block, summed over target tokens
     ranks, rank = distributed.world_size(), distributed.rank()
     # every rank runs as many passes: sharded weights are gathered by all of them together
     for place in range(rank, -(-len(batches) // ranks) * ranks, ranks):
@@ -143,10 +120,7 @@ def heldout_losses(
         labels, prompts = inputs.pop("labels"), inputs.pop("full_prompts", None)
         with engine_autocast(accelerator):
             # in front of the model's passes: the teacher's rows are longer, and it selects targets in the same head
-            watched = attention_targets(model, prompts) if attention else nullcontext(list[AttentionTargets]())
-            with watched as wanted:
-                teacher = None if prompts is None else ask_teacher(prompts)
-            added = model(documents=inputs["documents"], states=[each.states for each in wanted]) if wanted else []
+            teacher = None if prompts is None else ask_teacher(prompts)
             with target_logits_only(model, labels):
                 values = [token_losses(outputs := model(**inputs), labels)]
                 if teacher is not None:
@@ -156,16 +130,9 @@ def heldout_losses(
             rows = (labels[:, 1:] != IGNORED).nonzero()[:, 0].cpu() + starts[place]
             for column, value in enumerate([torch.ones(len(rows)), *values]):
                 found[:, column].index_add_(0, rows, value.double().cpu())
-            for column, (each, block) in enumerate(zip(wanted, added, strict=True)):
-                missed[column] += each.errors(block).sum().double().cpu()
     found = torch.tensor(distributed.summed(*found.flatten().tolist()), dtype=torch.float64).view_as(found)
     count, loss, kl, none = found.sum(0).tolist()
     record = {"eval_loss": loss / count}
-    if layers:
-        shares = [1 - error / count for error in distributed.summed(*missed.tolist())]
-        record |= {"eval_r2": sum(shares) / len(shares)} | {
-            f"eval_r2_{layer}": share for layer, share in zip(layers, shares, strict=True)
-        }
     if prompts is None:
         return record
     least = found[:, 3].clamp_min(1e-9)

@@ -2,7 +2,7 @@
 
 The loss is the mean over all target tokens of an optimizer step, on all ranks: they are counted first, and each batch's
 sum is divided by that count. So neither the split into forward passes nor padding nor the number of ranks changes the
-gradient (but with `objective: attention`, whose batches are each measured by what documents add in them).
+gradient.
 """
 
 from __future__ import annotations
@@ -42,7 +42,6 @@ from comb_training.trainer.checkpoints import (
     new_checkpoint,
 )
 from comb_training.trainer.distributed import asked_to_stop
-from comb_training.trainer.losses import check_attention
 from comb_training.trainer.objective import Objective, heldout_losses
 from comb_training.trainer.optimizer import LearningRateSchedule, adamw, total_steps
 from comb_training.trainer.run_log import RunLog
@@ -83,10 +82,7 @@ class CombTrainer:
             raise ValueError("the model has no trainable parameter: make one with CombForCausalLM.from_backbone")
         if config.eval_steps is not None and not heldout:
             raise ValueError("train.eval_steps needs held-out examples, and there is none")
-        attention = config.objective == "attention"
-        teaches = config.kl_weight > 0 or attention
-        if attention:
-            check_attention(model)
+        teaches = config.kl_weight > 0
         if teaches:
             backbone: Any = model.backbone
             text_config = backbone.config.get_text_config()
@@ -288,9 +284,8 @@ class CombTrainer:
         try:
             chosen = [[self.heldout[index] for index in batch] for batch in batches]
             record = heldout_losses(
-                self.model, chosen, self.collate, self.accelerator, self.objective.ask_teacher, self.method.bare,
-                attention=self.config.objective == "attention",
-            )  # fmt: skip
+                self.model, chosen, self.collate, self.accelerator, self.objective.ask_teacher, self.method.bare
+            )
         finally:
             self.model.train(was_training)
         self.log.write(self.step, record)
