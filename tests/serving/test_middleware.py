@@ -356,6 +356,14 @@ async def test_an_aborted_request_keeps_its_blocks_until_the_engine_knows(server
     assert server.manager.references == 2
     known.set()
     await asyncio.gather(*server.app._ending)
+    known.clear()  # what ends at a text ends here, while the engine goes on
+    server.echo.gate = None
+    for path, name in ((CHAT, "stop"), (MESSAGES, "stop_sequences")):
+        assert (await Client(with_engine).post(path, {**ASK[path], "documents": DOCUMENTS, name: ["x"]})).status == 200
+        assert server.manager.references == 2
+        known.set()
+        await asyncio.gather(*server.app._ending)
+        known.clear()
 
 
 async def test_trouble_is_an_error_object_and_holds_nothing(server: Server) -> None:
@@ -388,6 +396,8 @@ async def test_trouble_is_an_error_object_and_holds_nothing(server: Server) -> N
         (chat(documents=[{"text": ""}]), "documents"),
         (chat(documents=[{"text": "a", "token_ids": [1]}]), "documents"),
         (chat(documents=[{"text": "a", "colour": "red"}]), "documents"),
+        (chat(documents=[{"text": "a", "data": {"text": "b"}}]), "documents"),
+        (chat(documents=[{"data": {"text": "a", "data": "b"}}]), "documents"),
         (chat(documents=[{"token_ids": [10**9]}]), "documents"),
         (chat(documents=[{"id": 3}]), "documents"),
         (chat(comb={"encoder": 1}), "comb"),

@@ -178,7 +178,10 @@ def document_of(item: Any, place: int) -> Document:
     data = item.get("data", {})
     if not isinstance(data, str | Mapping):
         raise refuse(".data is a text or an object")
-    found = {"data": None, **item, **({"text": data} if isinstance(data, str) else data)}
+    inner = {"text": data} if isinstance(data, str) else data
+    if twice := sorted(name for name in inner if item.get(name) not in (None, inner[name])):
+        raise refuse(f" has two of {twice[0]!r}, one in data and one beside it")
+    found = {"data": None, **item, **inner}
     if unknown := sorted(set(found) - FIELDS):
         raise refuse(f" has the unknown field {unknown[0]!r}; there are {sorted(FIELDS)}")
     for name in ("id", "title", *TEXTS):

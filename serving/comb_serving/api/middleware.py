@@ -307,7 +307,8 @@ class CombMiddleware:
             if front.audit is not None:
                 front.audit.consider(prepared, entry.tenant, engine)
             if lease is not None:
-                in_engine = writer is not None and (connection.left or not writer.finished or bool(asked.get("stop")))
+                stops = bool(asked.get("stop") or asked.get("stop_sequences"))  # by a text: the engine is told
+                in_engine = writer is not None and (connection.left or not writer.finished or stops)
                 if in_engine and engine is not None:
                     task = asyncio.create_task(_release_after(lease, engine))
                     self._ending.add(task)
