@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -26,12 +26,41 @@ FOUND = ["--method", "naive", "--comb-segments", "auto"]
 ADAPTER = json.dumps({"model_type": "comb", "backbone_name_or_path": str(CHECKPOINT)})
 
 
+@dataclass
+class Shell:
+    """`comb serve` in a place where vLLM is installed, and the Hub can't be reached."""
+
+    folder: Path
+    patch: pytest.MonkeyPatch
+    capsys: pytest.CaptureFixture[str]
+    started: list[str] = field(default_factory=list)  # the checkpoints that servers were started with
+
+    def serve(self, checkpoint: Any, *options: str) -> int:
+        self.patch.setattr("sys.argv", ["comb", "serve", str(checkpoint), *options])
+        with pytest.raises(SystemExit) as stop:
+            cli.main()
+        assert isinstance(stop.value.code, int)
+        return stop.value.code
+
+    def refusal(self, checkpoint: Any, *options: str) -> str:
+        assert self.serve(checkpoint, *options) == 1
+        (line,) = self.capsys.readouterr().err.splitlines()
+        assert line.startswith("error: ")
+        return line
+
+    def adapter(self) -> Path:
+        """One that can be served, by its files."""
+        (self.folder / "adapter").mkdir()
+        (self.folder / "adapter" / "config.json").write_text(ADAPTER)
+        save_file({}, self.folder / "adapter" / "model.safetensors")
+        return self.folder / "adapter"
+
+
 @pytest.fixture
-def started(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> list[str]:
-    """The checkpoints that servers were started with; vLLM is installed, the Hub can't be reached."""
-    found: list[str] = []
+def shell(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Shell:
+    found = Shell(tmp_path, monkeypatch, capsys)
     monkeypatch.setattr(
-        "comb_serving.launch.launcher.launch", lambda options, *_, **__: found.append(options.checkpoint) or 0
+        "comb_serving.launch.launcher.launch", lambda options, *_, **__: found.started.append(options.checkpoint) or 0
     )
     monkeypatch.setattr("comb_serving.launch.preflight.find_spec", lambda name: SimpleNamespace(name=name))
     monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", True)
@@ -40,33 +69,13 @@ def started(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> list[str]:
     return found
 
 
-def serve(checkpoint: Any, monkeypatch: pytest.MonkeyPatch, *options: str) -> int:
-    monkeypatch.setattr("sys.argv", ["comb", "serve", str(checkpoint), *options])
-    with pytest.raises(SystemExit) as stop:
-        cli.main()
-    assert isinstance(stop.value.code, int)
-    return stop.value.code
-
-
-def refusal(checkpoint: Any, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], *options: str) -> str:
-    assert serve(checkpoint, monkeypatch, *options) == 1
-    (line,) = capsys.readouterr().err.splitlines()
-    assert line.startswith("error: ")
-    return line
-
-
-def test_without_vllm(
-    started: list[str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
-) -> None:
-    (tmp_path / "config.json").write_text(ADAPTER)
+def test_without_vllm(shell: Shell, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("comb_serving.launch.preflight.find_spec", lambda name: None if name == "vllm" else name)
-    assert "pip install 'comb-pic[serve]'" in refusal(tmp_path, monkeypatch, capsys)
-    assert started == []
+    assert "pip install 'comb-pic[serve]'" in shell.refusal(shell.adapter())
+    assert shell.started == []
 
 
-def test_checkpoints_that_are_none(
-    started: list[str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
-) -> None:
+def test_checkpoints_that_are_none(shell: Shell, tmp_path: Path) -> None:
     for name, text in (("empty", None), ("bad", "{"), ("blank", "{}"), ("untyped", '{"hidden_size": 8}')):
         (tmp_path / name).mkdir()
         if text is not None:
@@ -82,27 +91,23 @@ def test_checkpoints_that_are_none(
         (CHECKPOINT, "model_type is 'llama': link documents in a plain model with `comb serve"),
         ("nano", "'nano' is no COMB adapter"),
     ):
-        assert message in refusal(checkpoint, monkeypatch, capsys), checkpoint
-    assert started == []
+        assert message in shell.refusal(checkpoint), checkpoint
+    assert shell.started == []
 
 
-def test_adapters_are_started(started: list[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    (tmp_path / "adapter").mkdir()
-    (tmp_path / "adapter" / "config.json").write_text(ADAPTER)
-    save_file({}, tmp_path / "adapter" / "model.safetensors")
+def test_adapters_are_started(shell: Shell, tmp_path: Path) -> None:
+    adapter = shell.adapter()
     cached = tmp_path / "hub" / "models--me--adapter"
     (cached / "refs").mkdir(parents=True)
     (cached / "refs" / "main").write_text("0" * 40)
     (cached / "snapshots" / ("0" * 40)).mkdir(parents=True)
     (cached / "snapshots" / ("0" * 40) / "config.json").write_text(ADAPTER)
-    checkpoints = [str(tmp_path / "adapter"), "adapter", "me/adapter"]  # the last one a Hub id
-    assert [serve(checkpoint, monkeypatch) for checkpoint in checkpoints] == [0, 0, 0]
-    assert started == checkpoints
+    checkpoints = [str(adapter), "adapter", "me/adapter"]  # the last one a Hub id
+    assert [shell.serve(checkpoint) for checkpoint in checkpoints] == [0, 0, 0]
+    assert shell.started == checkpoints
 
 
-def test_link_tokens_are_started_on_their_backbone(
-    started: list[str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
-) -> None:
+def test_link_tokens_are_started_on_their_backbone(shell: Shell, tmp_path: Path) -> None:
     folder = tmp_path / "links"
     folder.mkdir()
 
@@ -116,8 +121,8 @@ def test_link_tokens_are_started_on_their_backbone(
         (["--method", "naive"], "is an adapter of link tokens, which are its method: leave --method away"),
         (["--encoder", "off"], "--encoder is for adapters"),
     ):
-        assert message in refusal("links", monkeypatch, capsys, *options)
-    assert "'nano' is no adapter of link tokens" in refusal("nano", monkeypatch, capsys, "--method", "linktokens")
+        assert message in shell.refusal("links", *options)
+    assert "'nano' is no adapter of link tokens" in shell.refusal("nano", "--method", "linktokens")
     links = ServeOptions("links")
     found = check_start(links)
     assert (found.method, found.backbone, found.link_tokens) == ("linktokens", "nano", "links")
@@ -128,34 +133,26 @@ def test_link_tokens_are_started_on_their_backbone(
     # from the plain model's side; clients aren't told where the adapter is
     there = check_start(ServeOptions("nano", method=f"legolink:4,front={folder}"))
     assert (there.method, there.backbone, there.link_tokens) == (named, None, str(folder))
-    assert "nano is no adapter of link tokens" in refusal("nano", monkeypatch, capsys, "--method", "naive,front=nano")
+    assert "nano is no adapter of link tokens" in shell.refusal("nano", "--method", "naive,front=nano")
     engine = linking_options(found)
     transfer = engine["kv_transfer_config"]["kv_connector_extra_config"]
     placeholder = LinkTokensConfig.from_pretrained(folder).placeholder_id
     assert transfer == {"method": "linktokens", "front": [placeholder] * 3, "link_tokens": "links"}
-    assert serve("links", monkeypatch) == 0
+    assert shell.serve("links") == 0
     write(backbone_name_or_path="./backbone")
     shutil.copytree(CHECKPOINT, folder / "backbone")
     assert check_start(links).backbone == str(folder / "backbone")
     write(backbone_revision="abc")
-    assert "revision abc of 'nano': name a folder" in refusal("links", monkeypatch, capsys)
-    assert serve("links", monkeypatch, "--backbone", "nano") == 0
-    assert started == ["links"] * 2
+    assert "revision abc of 'nano': name a folder" in shell.refusal("links")
+    assert shell.serve("links", "--backbone", "nano") == 0
+    assert shell.started == ["links"] * 2
 
 
-def test_plain_models_say_how_they_link(
-    started: list[str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
-) -> None:
-    (tmp_path / "adapter").mkdir()
-    (tmp_path / "adapter" / "config.json").write_text(ADAPTER)
-    save_file({}, tmp_path / "adapter" / "model.safetensors")
+def test_plain_models_say_how_they_link(shell: Shell) -> None:
+    shell.adapter()
     for checkpoint, options, message in (
         ("adapter", ["--method", "naive"], "is a COMB adapter, whose encoder is its method: leave --method away"),
-        (
-            "nano",
-            ["--method", "cacheblend"],
-            "cacheblend looks into the prompt before it chooses, and vLLM links documents with attnlink:k, focus:r",
-        ),
+        ("nano", ["--method", "cacheblend"], "it chooses, and vLLM links documents with attnlink:k, focus:r"),
         ("nano", ["--method", "legolink:-1"], "at least 0"),
         ("nano", ["--method", "naive", "--encoder", "off"], "--encoder is for adapters"),
         ("nano", ["--method", "naive", "--backbone", "nano"], "--backbone is for adapters"),
@@ -166,14 +163,17 @@ def test_plain_models_say_how_they_link(
         ("nano", ["--method", "full", "--comb-segments", "auto"], "and not for full"),
         ("adapter", ["--comb-segments", "auto"], "and not for the encoder of an adapter"),
         ("nano", [*FOUND, "--comb-segment-kinds", "code,poems"], "there is no 'poems'"),
+        ("nano", [*FOUND[:2], "--comb-segment-kinds", "code"], "--comb-segment-kinds is for --comb-segments auto"),
+        ("nano", [*FOUND[:2], "--comb-disk-bytes", "1GiB"], "name it with --comb-disk"),
+        ("nano", [*FOUND[:2], "--comb-pool-block", "0"], "pool_block must be at least 1"),
         ("nano", [*FOUND, "--comb-segment-pattern", "x*"], "matches nothing at all"),
     ):
-        assert message in refusal(checkpoint, monkeypatch, capsys, *options), options
+        assert message in shell.refusal(checkpoint, *options), options
     assert check_start(ServeOptions("nano", method="naive", segments="auto")).segment_kinds == KINDS
-    assert started == []
+    assert shell.started == []
     for method in ("naive", "legolink", "full"):
-        assert serve("nano", monkeypatch, "--method", method) == 0
-    assert started == ["nano"] * 3
+        assert shell.serve("nano", "--method", method) == 0
+    assert shell.started == ["nano"] * 3
 
 
 @pytest.mark.parametrize(("positions", "tokens"), [(512, 256), (1024, 512), (4096, 519)])

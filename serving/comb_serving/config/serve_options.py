@@ -166,7 +166,7 @@ class ServeOptions:
     chat_template_kwargs: dict[str, Any] = field(default_factory=dict)  # of chats whose requests don't say otherwise
 
     def __post_init__(self) -> None:
-        for name in ("encoders", "ranks", "max_body_bytes", "max_documents"):
+        for name in ("encoders", "ranks", "pool_block", "max_body_bytes", "max_documents"):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name} must be at least 1, not {getattr(self, name)}")
         for name in ("tenant_share", "tenant_pinned_share"):
@@ -184,6 +184,8 @@ class ServeOptions:
                 raise ValueError(f"{name} is a number of seconds, >= 0, not {getattr(self, name)}")
         if self.host_bytes < 0 or (self.disk_bytes or 0) < 0:
             raise ValueError(f"sizes are in bytes, >= 0, not {self.host_bytes} and {self.disk_bytes}")
+        if self.disk_bytes is not None and self.disk_path is None:
+            raise ValueError("--comb-disk-bytes is the size of a folder, and none is given: name it with --comb-disk")
 
     @property
     def model(self) -> str:

@@ -67,6 +67,8 @@ def check_start(options: ServeOptions, arguments: Sequence[str] = ()) -> ServeOp
                 f"...), and not for {options.method or 'the encoder of an adapter'}"
             )
         check_sizes(options.segment_tokens, patterns=options.segment_patterns, kinds=options.segment_kinds)
+    elif idle := options.given("segment_tokens", "segment_patterns", "segment_kinds"):
+        raise ValueError(f"{idle[0]} is for --comb-segments auto, and no segments are found without: add that")
     for flag in options.given(*_OF_ENCODERS) if options.method is not None else ():
         advice = "say --method full" if flag == "--encoder" else "leave it away"
         raise ValueError(f"{flag} is for adapters, and --method for plain models, which have no encoder: {advice}")
