@@ -131,13 +131,11 @@ def reference(
     return ids, [log[token].item() for log, token in zip(logs, ids, strict=True)], logs
 
 
-def three_documents(model: CombForCausalLM) -> dict[str, list[int]]:
+def three_documents(vocab_size: int) -> dict[str, list[int]]:
     """Token ids of documents A, B and C: blocks filled in part, filled, and many."""
     draw = torch.Generator().manual_seed(11)
     sizes = {"A": 13, "B": 8, "C": 30}
-    return {
-        name: torch.randint(5, model.info.vocab_size, (size,), generator=draw).tolist() for name, size in sizes.items()
-    }
+    return {name: torch.randint(5, vocab_size, (size,), generator=draw).tolist() for name, size in sizes.items()}
 
 
 def greedy(tokens: int, extra: dict[str, Any] | None = None, **more: Any) -> Any:
@@ -178,7 +176,7 @@ def served(folder: Path, model: CombForCausalLM, *, pool_dtype: str = "auto", **
         own = llm.apply_model(lambda made: made.comb.pool) if ranks == 1 else None
         pools = own or [SharedPool.attach(place / f"pool-{rank}") for rank in range(ranks)]
         found = Served(llm, model, pools)
-        for name, tokens in three_documents(model).items():
+        for name, tokens in three_documents(model.info.vocab_size).items():
             found.add(name, tokens)
         yield found
 

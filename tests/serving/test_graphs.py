@@ -11,7 +11,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from comb_serving.vllm.rows import RequestDocuments, StepDocuments
-from tests.helpers.engines import Served, checkpoint, served
+from tests.helpers.engines import Served, served
 
 pytest.importorskip("vllm")
 
@@ -154,9 +154,8 @@ class Launches(TorchDispatchMode):
 
 
 @pytest.fixture(scope="module")
-def nano(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
-    folder = tmp_path_factory.mktemp("graphs")
-    with served(folder, checkpoint(folder, "nano"), max_num_batched_tokens=64) as found:
+def nano(nano_comb: Any) -> Iterator[Served]:
+    with served(*nano_comb, max_num_batched_tokens=64) as found:
         yield found
 
 

@@ -11,7 +11,7 @@ import torch
 
 from comb.backbones.loading import resolve_name
 from comb_serving.pool.capability import KEY, MARK
-from tests.helpers.engines import Served, answer, checkpoint, engine, greedy, served
+from tests.helpers.engines import Served, answer, engine, greedy, served
 
 pytestmark = [pytest.mark.vllm, pytest.mark.usefixtures("plugin")]
 
@@ -34,10 +34,9 @@ def plain(plugin: None) -> Any:
 
 
 @pytest.fixture(scope="module")
-def nano(plain: Any, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
+def nano(plain: Any, nano_comb: Any) -> Iterator[Served]:
     """An adapter on the nano backbone, served."""
-    folder = tmp_path_factory.mktemp("nano")
-    with served(folder, checkpoint(folder, "nano"), **TIGHT) as found:
+    with served(*nano_comb, **TIGHT) as found:
         yield found
 
 

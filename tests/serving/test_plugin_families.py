@@ -46,7 +46,7 @@ def test_a_family_is_its_backbone_without_documents_and_the_library_with(family:
     model = checkpoint(tmp_path / "adapter", tmp_path / "backbone")
     prompts = [list(range(10, 10 + length)) for length in (7, 40)]
     asked = [(prompt, names) for names in ("A", "", "BC") for prompt in prompts]
-    documents = three_documents(model)
+    documents = three_documents(model.info.vocab_size)
     # before vLLM starts: some families it serves with transformers' classes, which then work inside it alone
     expected = [reference(model, prompt, [documents[name] for name in names], 6) for prompt, names in asked]
     tolerance = 0.05 if options.get("dtype") else 1e-5

@@ -87,7 +87,7 @@ def test_a_quantised_backbone_is_itself_without_documents_and_the_library_with(
     config.write_text(json.dumps({**json.loads(config.read_text()), "backbone_name_or_path": str(tmp_path / "int8")}))
     prompts = [list(range(10, 10 + length)) for length in (7, 40)]
     asked = [(prompt, names) for names in ("A", "", "BC") for prompt in prompts]
-    documents = three_documents(model)
+    documents = three_documents(model.info.vocab_size)
     unrounded = reference(model, asked[0][0], [documents["A"]], 1)[2][0]
     round_activations(model.backbone)
     expected = [reference(model, prompt, [documents[name] for name in names], 1)[2][0] for prompt, names in asked]

@@ -13,7 +13,6 @@ from typing import Any
 import pytest
 import torch
 
-from comb.kernels.paged.attention import attend_row
 from comb.model.config import CombEncoderConfig
 from comb_serving.pool.capability import KEY, MARK, Capability, PoolHandle, digest, pack
 from comb_serving.pool.shared_pool import PoolLayout, SharedPool
@@ -40,31 +39,33 @@ def token(*handles: PoolHandle, request_id: str = "", secret: bytes = SECRET, **
     return Capability(request_id, MARK, tuple(pack(handles)), **{"prompts": (), **more}).sign(secret)
 
 
-@pytest.mark.parametrize(("tokens", "heads", "kv_heads"), [(1, 6, 2), (7, 6, 2), (3, 4, 4), (5, 4, 1)])
-def test_heads_that_share_keys_as_rows_of_one_product(tokens: int, heads: int, kv_heads: int) -> None:
-    draw = torch.Generator().manual_seed(1)
-    query, keys, values = (
-        torch.randn(size, count, 8, generator=draw) for size, count in ((tokens, heads), (29, kv_heads), (29, kv_heads))
-    )
-    own = [part.repeat_interleave(heads // kv_heads, 1).transpose(0, 1) for part in (keys, values)]
-    naive = ((query.transpose(0, 1) @ own[0].mT / 8**0.5).softmax(-1) @ own[1]).transpose(0, 1)
-    torch.testing.assert_close(attend_row(query, keys, values), naive, rtol=1e-5, atol=1e-6)
-    # heads of one group in another order are other heads
-    if 1 < kv_heads < heads:
-        assert (attend_row(query.flip(1), keys, values) - naive).abs().max() > 0.1
+def rows(
+    documents: RequestDocuments, names: list[str], starts: list[int], computed: Sequence[int] = (0, 0, 0)
+) -> list[tuple[int, int, list[int]]]:
+    """Start, stop and slots of the rows with documents in a step."""
+    documents.begin(names, starts, computed)
+    return [(row.start, row.stop, row.table.slots().tolist()) for row in documents.step.rows]
+
+
+OF_A, OF_B = [12, 13, 14, 15, 4], [0, 1, 2, 3]  # slots
 
 
 def test_rows_follow_requests_through_the_batch(documents: RequestDocuments) -> None:
     documents.add("x", token(A, B))
     documents.add("y", None)
     documents.add("z", token(B))
-    documents.begin(["y", "z", "x"], [0, 2, 3, 6], [0, 0, 0])
-    z, x = documents.step.rows
-    assert (z.start, z.stop, z.table.slots().tolist()) == (2, 3, [0, 1, 2, 3])
-    assert (x.start, x.stop, x.table.slots().tolist()) == (3, 6, [12, 13, 14, 15, 4, 0, 1, 2, 3])
-    assert documents.step.tokens(torch.device("cpu")).tolist() == [2, 3, 4, 5]
-    documents.begin(["x", "warm-up"], [0, 1, 5], [0, 0])
-    assert [(row.start, row.stop) for row in documents.step.rows] == [(0, 1)]
+    assert rows(documents, ["y", "z", "x"], [0, 2, 3, 6]) == [(2, 3, OF_B), (3, 6, OF_A + OF_B)]
+    step, cpu = documents.step, torch.device("cpu")
+    assert step.tokens(cpu).tolist() == [2, 3, 4, 5]
+    assert step.batch.counts == (1, 3)
+    # index tensors are made once a step, a request's table once
+    assert step.batch is step.batch
+    assert step.tokens(cpu) is step.tokens(cpu)
+    table = step.batch.tables[1]
+    assert rows(documents, ["x", "warm-up"], [0, 1, 5]) == [(0, 1, OF_A + OF_B)]
+    assert documents.step.batch is not step.batch
+    assert documents.step.batch.tables[0] is table
+    assert table.slots() is table.slots()
     documents.begin_without()
     assert documents.step.rows == ()
 
@@ -73,28 +74,23 @@ def test_the_prefix_of_a_prompt_reads_no_documents(documents: RequestDocuments) 
     """In whatever parts it is computed: whole, in chunks, behind what vLLM's cache has of it."""
     prompt, other = [7, 8, 9, 10, 11], [7, 9]
     documents.add("x", token(A, prompts=(digest(other), digest(prompt)), prefixes=(1, 3)), prompt)
-    for starts, computed, rows in (
+    for starts, computed, wanted in (
         ([0, 5], 0, [(3, 5)]), ([0, 2], 0, []), ([0, 3], 2, [(1, 3)]), ([0, 2], 3, [(0, 2)]), ([0, 1], 5, [(0, 1)]),
     ):  # fmt: skip
-        documents.begin(["x"], starts, [computed])
-        assert [(row.start, row.stop) for row in documents.step.rows] == rows
+        assert rows(documents, ["x"], starts, [computed]) == [(*each, OF_A) for each in wanted]
     documents.add("x", token(A, prompts=(digest(other), digest(prompt)), prefixes=(1, 3)), other)
-    documents.begin(["y", "x"], [0, 4, 6], [0, 0])
-    assert [(row.start, row.stop) for row in documents.step.rows] == [(5, 6)]
+    assert rows(documents, ["y", "x"], [0, 4, 6]) == [(5, 6, OF_A)]
 
 
 def test_an_id_that_comes_again_has_its_new_documents_or_none(documents: RequestDocuments) -> None:
     documents.add("x", token(A))
     documents.add("x", token(B))
-    documents.begin(["x"], [0, 1], [0])
-    assert documents.step.rows[0].table.slots().tolist() == [0, 1, 2, 3]
+    assert rows(documents, ["x"], [0, 1]) == [(0, 1, OF_B)]
     documents.add("x", None)
-    documents.begin(["x"], [0, 1], [0])
-    assert not documents.step.rows
+    assert not rows(documents, ["x"], [0, 1])
     documents.add("x", token(A))
     documents.keep(["y"])
-    documents.begin(["x"], [0, 1], [0])
-    assert not documents.step.rows
+    assert not rows(documents, ["x"], [0, 1])
     with pytest.raises(ValueError, match="the pool has 6"):
         documents.add("x", token(PoolHandle(1, (6,))))
     with pytest.raises(ValueError, match="no pool"):
@@ -104,8 +100,7 @@ def test_an_id_that_comes_again_has_its_new_documents_or_none(documents: Request
     with pytest.raises(ValueError, match="the documents of request y"):
         documents.add("x", token(A, request_id="y"))
     documents.add("x", token())  # documents that stand in its prompt
-    documents.begin(["x"], [0, 1], [0])
-    assert not documents.step.rows
+    assert not rows(documents, ["x"], [0, 1])
 
 
 def test_a_step_in_which_cross_blocks_were_left_out_is_an_error(documents: RequestDocuments) -> None:
@@ -137,20 +132,6 @@ def test_ranks_divide_the_pool() -> None:
     assert small.num_blocks > one.num_blocks
     with pytest.raises(ValueError, match="a pool of 100 bytes is less than one block of 4 tokens, 768 bytes"):
         rank_layout(config, ranks=1, **{**size, "total": 100})
-
-
-def test_index_tensors_are_made_once_a_step(documents: RequestDocuments) -> None:
-    documents.add("x", token(A, B))
-    documents.begin(["x"], [0, 2], [0])
-    step, cpu = documents.step, torch.device("cpu")
-    assert step.batch is step.batch
-    assert step.tokens(cpu) is step.tokens(cpu)
-    assert step.batch.counts == (2,)
-    table = step.batch.tables[0]
-    documents.begin(["x"], [0, 1], [0])
-    assert documents.step.batch is not step.batch
-    assert documents.step.batch.tables[0] is table  # a request's blocks don't change
-    assert table.slots() is table.slots()
 
 
 def test_a_share_is_of_the_memory_that_the_pool_is_made_in(tmp_path: Path) -> None:
@@ -208,11 +189,9 @@ def test_the_v2_model_state_sets_the_step(documents: RequestDocuments, monkeypat
         def get_additional_cg_support(self) -> tuple[AttentionCGSupport, str | None]:
             return AttentionCGSupport.ALWAYS, None
 
-    pool = documents.pool
-    monkeypatch.setattr(gpu_worker, "create_pool", lambda model, config: pool)
+    monkeypatch.setattr(gpu_worker, "create_pool", lambda model, config: documents.pool)
     model = SimpleNamespace(comb=RequestDocuments(verified))
-    compilation = SimpleNamespace(cudagraph_mode=CUDAGraphMode.NONE)
-    config = SimpleNamespace(compilation_config=compilation)
+    config = SimpleNamespace(compilation_config=SimpleNamespace(cudagraph_mode=CUDAGraphMode.NONE))
     found = gpu_worker.with_documents(Base)(config, model, None, None)
 
     def new(name: str, token: str | None, prompt: Sequence[int] = (1,)) -> Any:
