@@ -8,8 +8,8 @@ from __future__ import annotations
 import asyncio
 import os
 import threading
-from collections.abc import Mapping, Sequence
-from contextlib import ExitStack
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import asdict
 from typing import Any
 
@@ -94,27 +94,47 @@ class LLM(vllm.LLM):
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    def generate(self, prompts: Any, *given: Any, documents: Any = None, method: str | None = None, **more: Any) -> Any:
+    @contextmanager
+    def _whole(self) -> Iterator[None]:
+        """Who is interrupted (Ctrl-C) leaves nothing in the engine, where its documents' places are given to others."""
+        requests = self.llm_engine.output_processor.request_states
+        before = set(requests)
+        try:
+            yield
+        except BaseException:
+            self.llm_engine.abort_request([name for name in requests if name not in before], internal=True)
+            raise
+
+    def generate(
+        self, prompts: Any, sampling_params: Any = None, *,
+        documents: Any = None, method: str | None = None, **more: Any,
+    ) -> Any:  # fmt: skip
         """vLLM's `generate` over documents: those of the prompt, or a list for each of several prompts.
 
         `method` of this call may be another one that shares its compiled documents, or ``full``. `comb` of each output
         says what became of its documents: those without room in the pool are computed with the prompt. Raises
         ValueError for what can't be served, saying which field.
         """
-        if documents is None:
-            return super().generate(prompts, *given, **more)
-        single = isinstance(prompts, str) or isinstance(prompts[0], int)
-        rows = [{"prompt": prompt} for prompt in ([prompts] if single else prompts)]
-        return self._answer(COMPLETIONS, rows, [documents] if single else documents, method, given, more)
+        with self._whole():
+            if documents is None:
+                return super().generate(prompts, sampling_params, **more)
+            single = isinstance(prompts, str | Mapping) or isinstance(next(iter(prompts), None), int)
+            rows = [{"prompt": prompt} for prompt in ([prompts] if single else prompts)]
+            return self._answer(COMPLETIONS, rows, [documents] if single else documents, method, sampling_params, more)
 
-    def chat(self, messages: Any, *given: Any, documents: Any = None, method: str | None = None, **more: Any) -> Any:
+    def chat(
+        self, messages: Any, sampling_params: Any = None, use_tqdm: Any = True, lora_request: Any = None, *,
+        documents: Any = None, method: str | None = None, **more: Any,
+    ) -> Any:  # fmt: skip
         """As `generate`, for one conversation or several."""
-        if documents is None:
-            return super().chat(messages, *given, **more)
-        single = isinstance(messages[0], Mapping)
-        template = {name: more.pop(name) for name in ("chat_template_kwargs",) if name in more}
-        rows = [{"messages": list(each), **template} for each in ([messages] if single else messages)]
-        return self._answer(CHAT, rows, [documents] if single else documents, method, given, more)
+        more |= {"use_tqdm": use_tqdm, "lora_request": lora_request}
+        with self._whole():
+            if documents is None:
+                return super().chat(messages, sampling_params, **more)
+            single = isinstance(next(iter(messages), None), Mapping)
+            template = {name: more.pop(name) for name in ("chat_template_kwargs",) if name in more}
+            rows = [{"messages": list(each), **template} for each in ([messages] if single else messages)]
+            return self._answer(CHAT, rows, [documents] if single else documents, method, sampling_params, more)
 
     def _compile(self, requests: list[DocumentPrompt]) -> list[Any]:
         prompts = [{"prompt_token_ids": request.prompt, "cache_salt": request.salt} for request in requests]
@@ -122,8 +142,8 @@ class LLM(vllm.LLM):
         loras = [request.lora for request in requests]
         return list(super().generate(prompts, parameters, use_tqdm=False, lora_request=loras))
 
-    def _answer(self, path: str, rows: list[Any], documents: Any, method: str | None, given: Any, more: Any) -> Any:
-        asked = more.pop("sampling_params", given[0] if given else None) or self.get_default_sampling_params()
+    def _answer(self, path: str, rows: list[Any], documents: Any, method: str | None, asked: Any, more: Any) -> Any:
+        asked = asked or self.get_default_sampling_params()
         asked = [one.clone() for one in (asked if isinstance(asked, Sequence) else [asked] * len(rows))]
         lists = [list(each) for each in documents if isinstance(each, Sequence) and not isinstance(each, str)]
         if not len(lists) == len(documents) == len(asked) == len(rows):
@@ -161,8 +181,8 @@ class LLM(vllm.LLM):
         except RequestError as error:
             raise ValueError(error.message) from error
         finally:
-            for each in filter(None, held):
-                self._loop.call_soon_threadsafe(each.release)
+            # in one go, behind what `run` has cancelled there
+            self._loop.call_soon_threadsafe(lambda: [each.release() for each in filter(None, held)])
         for one, lease, token, output in zip(found, held, tokens, outputs, strict=True):
             link = None if token is None else self._reports.take(name_of(token))
             output.comb = report(one, lease, link)

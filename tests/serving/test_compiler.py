@@ -19,6 +19,7 @@ from comb_serving.manager.leases import WantedDocument
 from comb_serving.manager.manager import PICManager
 from comb_serving.pool.capability import COMPILE, Capability, PoolHandle, pack
 from tests.helpers.fakes import until
+from tests.helpers.processes import wait_for
 
 LAYOUT = LinkingLayout(8, 16, 24, "model", "float32", 63, 4096)
 SECRET = b"of the instance"
@@ -149,15 +150,15 @@ def in_a_thread() -> asyncio.AbstractEventLoop:
     return loop
 
 
-@pytest.mark.parametrize("fails", [False, True])
-def test_in_process_documents_are_compiled_by_the_thread_that_waits(fails: bool) -> None:
+@pytest.mark.parametrize("error", [None, RuntimeError("dead"), KeyboardInterrupt()])
+def test_in_process_documents_are_compiled_by_the_thread_that_waits(error: BaseException | None) -> None:
     batches: list[list[DocumentPrompt]] = []
 
     def generate(requests: list[DocumentPrompt]) -> list[Any]:
         assert threading.current_thread() is threading.main_thread()
         batches.append(requests)
-        if fails:
-            raise RuntimeError("dead")
+        if error is not None:
+            raise error
         return [ended() for _ in requests]
 
     asked: list[Any] = []
@@ -171,9 +172,11 @@ def test_in_process_documents_are_compiled_by_the_thread_that_waits(fails: bool)
     for turn in range(3):
         wanted = [WantedDocument(f"key{turn}{place}", (7, place)) for place in range(2)]
         found = asyncio.run_coroutine_threadsafe(manager.acquire(wanted), loop)
-        if fails:
-            with pytest.raises(EncoderError, match="RuntimeError: dead"):
+        if error is not None:
+            kind = EncoderError if isinstance(error, Exception) else KeyboardInterrupt
+            with pytest.raises(kind, match=str(error) or None):
                 made.run(found)
+            wait_for(lambda: not manager.references)
         else:
             lease = made.run(found)
             tiers = [document.tier for document in lease.documents]

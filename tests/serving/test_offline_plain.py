@@ -11,6 +11,7 @@ import pytest
 from comb_training.nano import CHECKPOINT
 from tests.helpers.engines import SMALL
 from tests.helpers.plain import PlainLibrary
+from tests.helpers.processes import wait_for
 
 LLM: Any = pytest.importorskip("comb_serving.offline", reason="needs vllm", exc_type=ImportError).LLM
 pytestmark = [pytest.mark.vllm, pytest.mark.usefixtures("plugin")]
@@ -102,6 +103,41 @@ def test_calls_of_tools_stand_in_messages(llm: LLM, library: PlainLibrary) -> No
     parameters = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True, logprobs=0)
     (answer,) = llm.chat(messages, parameters, documents=TEXTS, use_tqdm=False)
     assert logs(answer) == pytest.approx(library.logs(library.chat(messages, TEXTS), METHOD, 8), abs=1e-4)
+
+
+@pytest.mark.parametrize("step", [1, 4], ids=["compiling", "answering"])
+def test_who_is_interrupted_leaves_nothing_behind(
+    llm: LLM, library: PlainLibrary, monkeypatch: pytest.MonkeyPatch, step: int
+) -> None:
+    texts, inner, steps = [f"{text} It was step {step}." for text in TEXTS], llm.llm_engine.step, iter(range(1, 99))
+
+    def stepping() -> Any:
+        if next(steps) == step:
+            raise KeyboardInterrupt
+        return inner()
+
+    with monkeypatch.context() as patch:
+        patch.setattr(llm.llm_engine, "step", stepping)
+        with pytest.raises(KeyboardInterrupt):
+            ask(llm, [texts, texts[:1]])
+    assert not llm.llm_engine.has_unfinished_requests()
+    wait_for(lambda: not llm.preprocessor.manager.references)
+    (answer,) = ask(llm, [texts])
+    assert logs(answer) == pytest.approx(library.logs(library.chat(QUESTION, texts), METHOD, 8), abs=1e-4)
+    assert states(answer) == ["compiled" if step == 1 else "hit"] * 3
+
+
+@pytest.mark.parametrize("prompt", [{"prompt_token_ids": [5, 6]}, {"prompt": "Where is Ada?"}])
+def test_a_prompt_of_another_kind_is_said(llm: LLM, prompt: Any) -> None:
+    with pytest.raises(ValueError, match="prompt is a text, a list of token ids"):
+        llm.generate(prompt, documents=TEXTS, use_tqdm=False)
+
+
+def test_no_argument_in_vllms_order_is_lost(llm: LLM) -> None:
+    from vllm.lora.request import LoRARequest
+
+    with pytest.raises(ValueError, match="LoRA 'far'"):
+        llm.chat(QUESTION, None, False, LoRARequest("far", 1, "/no/such/folder"), documents=TEXTS)
 
 
 def test_what_has_no_place_is_computed_whole(llm: LLM, library: PlainLibrary) -> None:

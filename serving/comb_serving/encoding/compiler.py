@@ -246,34 +246,40 @@ class LocalCompiler(DocumentCompiler):
     def run(self, work: Future[Result]) -> Result:
         """The result of what runs in the manager's loop; compiles here what it asks for meanwhile."""
         work.add_done_callback(lambda _: self._waiting.put(None))
-        while not work.done():
-            first = self._waiting.get()
-            if first is not None:
-                # what is asked for together comes together
-                asyncio.run_coroutine_threadsafe(asyncio.sleep(0), first[1].get_loop()).result()
-                more = [self._waiting.get() for _ in range(self._waiting.qsize())]
-                self._compile([first, *filter(None, more)])
-        return work.result()
+        try:
+            while not work.done():
+                first = self._waiting.get()
+                if first is not None:
+                    self._compile([first])
+            return work.result()
+        finally:
+            work.cancel()  # of who is interrupted (Ctrl-C): nobody would release its lease
 
-    def _compile(self, batch: Sequence[tuple[DocumentPrompt, asyncio.Future[Encoded]]]) -> None:
+    def _compile(self, batch: list[tuple[DocumentPrompt, asyncio.Future[Encoded]]]) -> None:
+        """One document, and all that wait behind it; each gets an answer, even where this is interrupted."""
         start = time.monotonic()
-        failure: EncoderError | None = None
-        tiers: list[str | None] = [None] * len(batch)
+        failure: EncoderError | None = EncoderError("vLLM did not compile it: it was interrupted")
+        tiers: list[str | None] = [None]
         outputs: Iterator[Any] = iter(())
         try:
+            # what is asked for together comes together
+            asyncio.run_coroutine_threadsafe(asyncio.sleep(0), batch[0][1].get_loop()).result()
+            batch += filter(None, [self._waiting.get() for _ in range(self._waiting.qsize())])
+            tiers = [None] * len(batch)
             if self._ask_workers is not None:
                 tiers = [tier_of(self._ask_workers("comb_fetch", request.where)) for request, _ in batch]
             missing = [request for (request, _), tier in zip(batch, tiers, strict=True) if tier is None]
-            outputs = iter(self._generate(missing) if missing else ())
+            outputs, failure = iter(self._generate(missing) if missing else ()), None
         except Exception as error:
             failure = _failure(error)
-        seconds = (time.monotonic() - start) / len(batch)
-        for (_, future), tier in zip(batch, tiers, strict=True):
-            wrong = None if tier is not None else failure or not_compiled(next(iter(next(outputs).outputs), None))
-            if wrong is None:
-                future.get_loop().call_soon_threadsafe(future.set_result, Encoded(tier or "compiled", seconds))
-            else:
-                future.get_loop().call_soon_threadsafe(future.set_exception, wrong)
+        finally:
+            seconds = (time.monotonic() - start) / len(batch)
+            for (_, future), tier in zip(batch, tiers, strict=True):
+                wrong = None if tier is not None else failure or not_compiled(next(iter(next(outputs).outputs), None))
+                if wrong is None:
+                    future.get_loop().call_soon_threadsafe(future.set_result, Encoded(tier or "compiled", seconds))
+                else:
+                    future.get_loop().call_soon_threadsafe(future.set_exception, wrong)
 
 
 def tier_of(found: Sequence[str | None]) -> str | None:
