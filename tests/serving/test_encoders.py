@@ -1,23 +1,39 @@
-"""What is done about encoder processes that die, hang or change, with a small program in their place."""
+"""Encoder processes over a real pool with the nano backbone; and a small program in their place that dies or hangs."""
 
 from __future__ import annotations
 
 import asyncio
 import os
+import queue
+import socket
+import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator
+from collections.abc import AsyncIterator, Iterator, Sequence
+from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from transformers import AutoTokenizer
 
-from comb_serving.encoding import supervisor as module
-from comb_serving.encoding.protocol import EncoderError
-from comb_serving.encoding.supervisor import EncoderProcesses
+from comb import CombForCausalLM
+from comb.cache.store import PICacheStore
+from comb.model.modeling import ENCODE_BATCH_TOKENS
+from comb_serving.config.serve_options import ServeOptions, pool_path
+from comb_serving.encoding import supervisor
+from comb_serving.encoding.process import EncoderWorker, batches, drop_decoder
+from comb_serving.encoding.protocol import EncodeJob, EncoderError, MessageError, decode_message, encode_message
+from comb_serving.encoding.supervisor import ENCODER, EncoderProcesses
+from comb_serving.manager.leases import WantedDocument
+from comb_serving.manager.manager import PICManager
 from comb_serving.pool.capability import PoolHandle
+from comb_serving.pool.shared_pool import PoolLayout, SharedPool
 from tests.helpers.fakes import until
+from tests.helpers.families import tiny
 
+BLOCKS = 64
 DIES, HANGS, LIES = 666, 777, 888
 PROGRAM = f"""
 import os, pathlib, socket, sys, threading
@@ -43,9 +59,246 @@ for line in connection.makefile('rb'):
 
 @pytest.fixture
 def folder(monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
-    monkeypatch.setattr(module, "FIRST_BACKOFF_S", 0.01)
+    monkeypatch.setattr(supervisor, "FIRST_BACKOFF_S", 0.01)
     with tempfile.TemporaryDirectory(prefix="comb-test-") as name:
         yield Path(name)
+
+
+@pytest.fixture(scope="module")
+def adapter(nano_adapter: Path) -> CombForCausalLM:
+    return CombForCausalLM.from_pretrained(nano_adapter, dtype=torch.float32)
+
+
+def make_pools(adapter: CombForCausalLM, folder: Path, ranks: int = 1) -> list[SharedPool]:
+    config = adapter.encoder.config
+    heads = max(1, config.num_key_value_heads // ranks)
+    layout = PoolLayout(len(adapter.cross_blocks), heads, config.head_dim, num_blocks=BLOCKS, block_size=8)
+    return [SharedPool.create(pool_path(folder, rank), layout) for rank in range(ranks)]
+
+
+@asynccontextmanager
+async def running(
+    nano_adapter: Path, folder: Path, pool: SharedPool, *, count: int = 1, **more: Any
+) -> AsyncIterator[tuple[PICManager, EncoderProcesses]]:
+    options = ServeOptions(str(nano_adapter), encoders=count, **more)
+    environment = {**os.environ, **options.environment(folder)}
+    encoders = EncoderProcesses(environment, count=count, start_seconds=120)
+    encoders.start()
+    try:
+        yield PICManager(pool.layout, encoders), encoders
+    finally:
+        await encoders.stop()
+
+
+def document(number: int, tokens: int = 20) -> tuple[int, ...]:
+    return tuple((7 * number + 3 * index) % 900 + 5 for index in range(tokens))
+
+
+def job(number: int, ids: Sequence[int], *blocks: int) -> EncodeJob:
+    return EncodeJob(number, f"{number:064d}", tuple(ids), PoolHandle(len(ids), blocks))
+
+
+async def wanted(manager: PICManager, numbers: range, tokens: int = 20) -> list[WantedDocument]:
+    ids = [document(number, tokens) for number in numbers]
+    return [WantedDocument(key, one) for key, one in zip(await manager.keys(ids, ""), ids, strict=True)]
+
+
+def check_content(adapter: CombForCausalLM, pool: SharedPool, handle: PoolHandle, ids: tuple[int, ...]) -> None:
+    (expected,) = adapter.encode([ids])
+    for layer in range(pool.layout.cross_layers):
+        keys, values = pool.read(layer, [handle])
+        torch.testing.assert_close(keys, expected.keys[layer], rtol=1e-5, atol=1e-6)
+        torch.testing.assert_close(values, expected.values[layer], rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.slow
+async def test_the_pool_holds_what_encode_gives_bit_for_bit(
+    nano_adapter: Path, adapter: CombForCausalLM, folder: Path, tmp_path: Path
+) -> None:
+    pools = make_pools(adapter, folder)
+    pools[0].tensor.fill_(float("nan"))
+    tiers = {"host_bytes": 2**20, "disk_path": str(tmp_path / "disk")}
+    async with running(nano_adapter, folder, pools[0], count=2, **tiers) as (manager, encoders):
+        assert (await encoders.identity()).fingerprint == adapter.fingerprint
+        await until(lambda: all(encoder.writer is not None for encoder in encoders.watched))
+        assert sorted(path.name for path in (tmp_path / "disk").iterdir()) == ["encoder-0-of-2", "encoder-1-of-2"]
+        for number in range(3):
+            (one,) = await wanted(manager, range(number, number + 1), 13 + number)
+            lease = await manager.acquire([one])
+            (expected,) = adapter.encode([one.token_ids])
+            for layer in range(pools[0].layout.cross_layers):
+                keys, values = pools[0].read(layer, lease.handles)
+                assert torch.equal(keys, expected.keys[layer])
+                assert torch.equal(values, expected.values[layer])
+                assert not torch.equal(keys, adapter.encode([one.token_ids[::-1]])[0].keys[layer])
+            lease.release()
+        # what has left the pool comes back by copy, the same bits
+        before = pools[0].read(0, lease.handles)[0].clone()
+        entry = manager.index.pop("pool", one.key)
+        assert entry is not None
+        manager.index.freed(entry)
+        pools[0].tensor.fill_(float("nan"))
+        lease = await manager.acquire([one])
+        assert lease.documents[0].tier == "host"
+        assert torch.equal(pools[0].read(0, lease.handles)[0], before)
+        with pytest.raises(ValueError, match="another model's tokenizer"):
+            await manager.keys([(10**6,)], "")
+        with pytest.raises(ValueError, match="split it"):
+            await manager.keys([(5,) * 10**6], "")
+        lease.release()
+        manager.check_integrity()
+
+
+@pytest.mark.slow
+async def test_the_disk_tier_survives_and_knows_whose_documents_it_holds(
+    nano_adapter: Path, adapter: CombForCausalLM, folder: Path, tmp_path: Path
+) -> None:
+    torch.manual_seed(8)
+    other = CombForCausalLM.from_backbone("nano", num_encoder_layers=2, dtype=torch.float32)
+    with torch.no_grad():
+        for parameter in other.encoder.parameters():
+            parameter.add_(torch.randn_like(parameter), alpha=0.05)
+    tokenizer = AutoTokenizer.from_pretrained(nano_adapter)
+    other.save_pretrained(tmp_path / "other", tokenizer=tokenizer)
+    disk = tmp_path / "disk"
+
+    async def tiers(checkpoint: Path, model: CombForCausalLM, *, removed: bool = False) -> list[str]:
+        (pool,) = make_pools(model, folder)
+        pool.tensor.fill_(float("nan"))
+        async with running(checkpoint, folder, pool, disk_path=str(disk)) as (manager, _):
+            everything = await wanted(manager, range(5))
+            lease = await manager.acquire(everything)
+            for handle, one in zip(lease.handles, everything, strict=True):
+                check_content(model, pool, handle, one.token_ids)
+            lease.release()
+            files = [disk / f"{one.key}.picache.safetensors" for one in everything]
+            await until(lambda: all(file.exists() for file in files))
+            if removed:
+                assert manager.remove(everything[0].key)
+                await until(lambda: not files[0].exists())
+                assert all(file.exists() for file in files[1:])
+        pool.path.unlink()
+        return [document.tier for document in lease.documents]
+
+    assert await tiers(nano_adapter, adapter) == ["encoded"] * 5
+    assert await tiers(tmp_path / "other", other) == ["encoded"] * 5
+    assert await tiers(nano_adapter, adapter, removed=True) == ["disk"] * 5
+    assert len(list(disk.iterdir())) == 9
+    assert await tiers(nano_adapter, adapter) == ["encoded", *["disk"] * 4]
+
+
+def test_what_does_not_fit_the_store_is_encoded_once_all_the_same(adapter: CombForCausalLM, folder: Path) -> None:
+    pools = make_pools(adapter, folder)
+    each = 20 * pools[0].layout.bytes_per_token
+    for budget, kept in ((each * 2, 2), (each - 1, 0)):
+        worker = EncoderWorker(adapter, pools, PICacheStore(device="cpu", device_bytes=budget))
+        asked: list[int] = []
+        compile = worker.method.compile
+        worker.method.compile = lambda ids, asked=asked, compile=compile: asked.append(len(ids)) or compile(ids)
+        jobs = [job(n, document(n), 3 * n, 3 * n + 1, 3 * n + 2) for n in range(3)]
+        assert [answer["tier"] for answer in worker.run(jobs)] == ["encoded"] * 3
+        assert asked == [3]
+        for each in jobs:
+            check_content(adapter, pools[0], each.handle, each.token_ids)
+        assert sum(answer["tier"] == "host" for answer in worker.run(jobs[::-1])) == kept
+
+
+def test_ranks_get_their_heads_and_one_bad_document_harms_nobody(adapter: CombForCausalLM, folder: Path) -> None:
+    pools = make_pools(adapter, folder, ranks=2)
+    worker = EncoderWorker(adapter, pools)
+    jobs = [job(0, document(1), 0, 1, 2), job(1, [10**6], 3), job(2, document(2), 4, 5, 6)]
+    answers = worker.run(jobs)
+    assert [answer.get("tier") for answer in answers] == ["encoded", None, "encoded"]
+    assert "1000000" in answers[1]["error"]
+    expected = adapter.encode([document(2)])[0].keys[0]
+    found = torch.cat([pool.read(0, [jobs[2].handle])[0] for pool in pools], dim=1)
+    assert torch.equal(found, expected)
+    wrong = PoolLayout(9, pools[0].layout.kv_heads, pools[0].layout.head_dim, 1)
+    with pytest.raises(ValueError, match="different checkpoints"):
+        EncoderWorker(adapter, [SharedPool.create(folder / "wrong", wrong)])
+
+
+def test_a_write_that_fails_is_waited_for_before_anybody_hears_of_it(
+    adapter: CombForCausalLM, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On a GPU the keys may still be under way when the values turn out to be broken."""
+    (pool,) = make_pools(adapter, folder)
+    told: list[str] = []
+    write = pool.write
+
+    def broken(handle: PoolHandle, *given: Any) -> None:
+        told.append(f"write {handle.tokens}")
+        write(handle, *given)
+        if handle.tokens == 7:
+            raise ValueError("NaN")
+
+    monkeypatch.setattr(pool, "write", broken)
+    monkeypatch.setattr(pool, "finish", lambda: told.append("finish"))
+    jobs = [job(n, document(n)[:size], 2 * n, 2 * n + 1) for n, size in enumerate((9, 7, 16))]
+    assert ["error" in answer for answer in EncoderWorker(adapter, [pool]).run(jobs)] == [False, True, False]
+    assert told == ["write 9", "write 7", "finish", "write 9", "finish", "write 7", "finish", "write 16", "finish"]
+
+
+def test_answers_say_what_is_kept_outside_the_pool(adapter: CombForCausalLM, folder: Path, tmp_path: Path) -> None:
+    store = PICacheStore(device="cpu", device_bytes=2**20, disk_path=tmp_path / "kept")
+    worker = EncoderWorker(adapter, make_pools(adapter, folder), store)
+    assert worker.hello()["kept"] == {"host": 0, "disk": 0}
+    (answer,) = worker.run([job(0, document(1), 0, 1, 2)])
+    assert answer["kept"]["host"] == adapter.encode([document(1)])[0].nbytes
+    (again,) = worker.run([job(0, document(1), 3, 4, 5)])
+    assert (again["tier"], again["kept"]) == ("host", answer["kept"])
+
+
+@pytest.mark.slow
+def test_the_process_ends_with_the_other_end_of_its_socket() -> None:
+    ours, theirs = socket.socketpair()
+    with ours, theirs:
+        command = [*ENCODER, "--socket", str(theirs.fileno())]
+        environment = {**os.environ, **ServeOptions("nano").environment(Path("/nowhere"))}
+        process = subprocess.Popen(command, env=environment, pass_fds=[theirs.fileno()])
+    assert process.wait(60) in (0, 1)  # 1: it hasn't even found its pools
+
+
+def test_batches_stay_within_the_budget_and_nothing_is_left_behind() -> None:
+    budget = ENCODE_BATCH_TOKENS
+    sizes = [budget // 4, budget // 4, budget // 2, 10, budget, 2 * budget, 1, 1]
+    waiting: queue.Queue[EncodeJob | str | None] = queue.Queue()
+    for number, size in enumerate(sizes):
+        waiting.put(job(number, [5] * size))
+    waiting.put(None)
+    found = [[len(each.token_ids) for each in batch] for batch in batches(waiting)]
+    assert found == [[budget // 4, budget // 4], [budget // 2, 10], [budget], [2 * budget], [1, 1]]
+    jobs = [job(0, [5]), "0", job(1, [5])]
+    for one in (*jobs, None):
+        waiting.put(one)
+    first, key, last = batches(waiting)
+    assert [*first, key, *last] == jobs
+    waiting.put(None)
+    assert list(batches(waiting)) == []
+    waiting.put(job(0, [5]))
+    coming = batches(waiting)
+    assert len(next(coming)) == 1  # without waiting for a second one
+
+
+def test_lines_that_are_no_message_are_refused() -> None:
+    assert decode_message(encode_message({"job": 1, "text": "ä\n"})) == {"job": 1, "text": "ä\n"}
+    for line in (b"[1]\n", b"{\n", b"\xff\n", b"\n"):
+        with pytest.raises(MessageError):
+            decode_message(line)
+    for cut in (b"", b'{"job": 1}'):
+        with pytest.raises(ConnectionResetError, match="closed"):
+            decode_message(cut)
+
+
+@pytest.mark.parametrize("family", ["llama", "gpt2", "gemma3"])
+def test_what_encoding_needs_is_kept_and_the_rest_is_freed(family: str) -> None:
+    model = CombForCausalLM.from_backbone(tiny(family), num_encoder_layers=1)
+    [whole], name, size = model.encode([(5, 6, 7)]), model.fingerprint, sum(p.numel() for p in model.parameters())
+    drop_decoder(model)
+    [rest] = model.encode([(5, 6, 7)])
+    assert torch.equal(whole.keys, rest.keys)
+    assert rest.fingerprint == name
+    assert sum(p.numel() for p in model.parameters()) < 0.6 * size
 
 
 def start(folder: Path, **more: Any) -> EncoderProcesses:
@@ -55,24 +308,28 @@ def start(folder: Path, **more: Any) -> EncoderProcesses:
     return encoders
 
 
+def submit(encoders: EncoderProcesses, token: int = 1, number: int = 0) -> Any:
+    return encoders.submit(f"{number:064x}", [token], PoolHandle(1, (0,)))
+
+
 @pytest.mark.parametrize("token", [DIES, HANGS, LIES])
 async def test_a_document_that_takes_encoders_with_it_is_refused_its_neighbours_are_not(
     folder: Path, token: int
 ) -> None:
     # the others never hang, however slow the machine
     encoders = start(folder, stall_seconds=2.0 if token == HANGS else 300.0)
-    good = [encoders.submit(f"{number:064x}", [1], PoolHandle(1, (0,))) for number in range(3)]
-    bad = encoders.submit("f" * 64, [token], PoolHandle(1, (1,)))
-    good += [encoders.submit(f"{number:064x}", [1], PoolHandle(1, (0,))) for number in range(3, 6)]
+    good = [submit(encoders, number=number) for number in range(3)]
+    bad = submit(encoders, token, 9)
+    good += [submit(encoders, number=number) for number in range(3, 6)]
     results = await asyncio.gather(*good, bad, return_exceptions=True)
     assert [getattr(result, "tier", None) for result in results] == ["encoded"] * 6 + [None]
     assert isinstance(results[-1], EncoderError)
     assert "3 encoder processes ended over this document" in str(results[-1])
     assert encoders.waiting == 0
-    assert (await encoders.submit("a" * 64, [1], PoolHandle(1, (0,)))).tier == "encoded"
+    assert (await submit(encoders)).tier == "encoded"
     await encoders.stop()
     with pytest.raises(EncoderError, match="shutting down"):
-        await encoders.submit("a" * 64, [1], PoolHandle(1, (0,)))
+        await submit(encoders)
 
 
 async def test_other_weights_after_a_restart_are_refused(folder: Path) -> None:
@@ -80,7 +337,7 @@ async def test_other_weights_after_a_restart_are_refused(folder: Path) -> None:
     assert (await encoders.identity()).fingerprint == "same"
     (folder / "change").touch()
     with pytest.raises(EncoderError, match="changed while serving"):
-        await encoders.submit("a" * 64, [DIES], PoolHandle(1, (0,)))
+        await submit(encoders, DIES)
     with pytest.raises(EncoderError, match="changed while serving"):
         await encoders.identity()
     await encoders.stop()
@@ -89,38 +346,37 @@ async def test_other_weights_after_a_restart_are_refused(folder: Path) -> None:
 async def test_an_encoder_that_cannot_start_is_an_error_and_not_a_wait(folder: Path) -> None:
     command = [sys.executable, "-c", "raise SystemExit(1)"]
     encoders = EncoderProcesses(dict(os.environ), command=command, start_seconds=30)
-    waiting = encoders.submit("0" * 64, [1], PoolHandle(1, (0,)))
+    waiting = submit(encoders)
     encoders.start()
     with pytest.raises(EncoderError, match="at their start"):
         await encoders.identity()
     with pytest.raises(EncoderError, match="at their start"):
         await waiting
     with pytest.raises(EncoderError, match="at their start"):
-        await encoders.submit("0" * 64, [1], PoolHandle(1, (0,)))
+        await submit(encoders)
     await encoders.stop()
 
 
 async def test_encoders_that_no_longer_start_are_a_fault_until_one_does(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(module, "LAST_BACKOFF_S", 0.01)
+    monkeypatch.setattr(supervisor, "LAST_BACKOFF_S", 0.01)
     encoders = start(folder)
     assert encoders.fault() == "no encoder is ready yet"
     await encoders.identity()
     assert encoders.fault() is None
     (folder / "broken").touch()
-    waiting = encoders.submit("a" * 64, [DIES], PoolHandle(1, (0,)))
+    waiting = submit(encoders, DIES)
     with pytest.raises(EncoderError, match="at their start"):
         await waiting
     assert "at their start" in str(encoders.fault())
     with pytest.raises(EncoderError, match="at their start"):
-        await encoders.submit("b" * 64, [1], PoolHandle(1, (0,)))
+        await submit(encoders, number=1)
     await encoders.identity()  # what is in the pool can be served still
     (folder / "broken").unlink()
     await until(lambda: encoders.fault() is None)
-    assert (await encoders.submit("b" * 64, [1], PoolHandle(1, (0,)))).tier == "encoded"
+    assert (await submit(encoders, number=1)).tier == "encoded"
     process = encoders.watched[0].process
-    assert process is not None
     process.kill()
     while encoders.restarts < 5:
         assert encoders.fault() is None  # being started again is none
@@ -134,8 +390,7 @@ async def test_nothing_runs_after_the_end(folder: Path) -> None:
     encoders = start(folder)
     await encoders.identity()
     process = encoders.watched[0].process
-    assert process is not None
-    hanging = encoders.submit("a" * 64, [HANGS], PoolHandle(1, (0,)))
+    hanging = submit(encoders, HANGS)
     await encoders.stop()
     assert process.returncode is not None
     with pytest.raises(EncoderError, match="shutting down"):

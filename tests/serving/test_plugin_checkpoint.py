@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Iterator
 from pathlib import Path
 from pydoc import locate
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 from torch import nn
+from transformers import LlamaConfig
 
 from comb.backbones.adapter import fingerprint
+from comb.backbones.identity import weights_fingerprint
 from tests.helpers.engines import checkpoint
 from tests.helpers.families import tiny
 
@@ -66,39 +70,28 @@ def test_a_backbone_is_found_beside_the_adapter(folder: Path) -> None:
 
 
 def options(**changed: Any) -> Any:
-    from types import SimpleNamespace as Space
-
     def part(**defaults: Any) -> Any:
-        return Space(**{name: changed.pop(name, value) for name, value in defaults.items()})
+        return SimpleNamespace(**{name: changed.pop(name, value) for name, value in defaults.items()})
 
-    connector = changed.pop("kv_connector", None)
+    connector, fuse = changed.pop("kv_connector", None), changed.pop("fuse", False)
     sizes = {"pipeline_parallel_size": 1, "data_parallel_size": 1}
-    return Space(
+    return SimpleNamespace(
         parallel_config=part(**sizes, worker_cls="auto", enable_dbo=False),
         scheduler_config=part(scheduler_cls=None),
         cache_config=part(kv_offloading_size=None, kv_offloading_backend="native"),
-        kv_transfer_config=None if connector is None else Space(kv_connector=connector),
+        kv_transfer_config=None if connector is None else SimpleNamespace(kv_connector=connector),
         model_config=part(
             logits_processors=None, enable_sleep_mode=False, enable_cumem_allocator=False, enforce_eager=False,
-            hf_config=Space(model_type=changed.pop("model_type", "llama")),
+            hf_config=SimpleNamespace(model_type=changed.pop("model_type", "llama")),
         ),
-        compilation_config=part(splitting_ops=None, pass_config=Space(fuse_attn_quant=changed.pop("fuse", False))),
+        compilation_config=part(splitting_ops=None, pass_config=SimpleNamespace(fuse_attn_quant=fuse)),
         **{"speculative_config": None, "use_v2_model_runner": False, **changed},
     )  # fmt: skip
 
 
-def set_up_on_gpu(given: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    from comb_serving.vllm import setup
-
-    with monkeypatch.context() as gpu:
-        gpu.setattr(setup.current_platform, "is_cpu", lambda: False)
-        gpu.setattr(setup.current_platform, "is_cuda_alike", lambda: True)
-        setup.set_up(given)
-
-
 def test_what_an_instance_is_set_up_with(monkeypatch: pytest.MonkeyPatch) -> None:
     from comb_serving.vllm import OP
-    from comb_serving.vllm.setup import SCHEDULER, set_up
+    from comb_serving.vllm.setup import SCHEDULER, current_platform, set_up
 
     v1, v2 = options(logits_processors=["mine:Mine"]), options(use_v2_model_runner=True)
     for given in (v1, v2, v1):
@@ -108,7 +101,10 @@ def test_what_an_instance_is_set_up_with(monkeypatch: pytest.MonkeyPatch) -> Non
     assert v2.parallel_config.worker_cls == "auto"  # on a CPU
     for v2_runner, worker in ((False, "CombGPUWorker"), (True, "CombGPUWorkerV2")):
         on_gpu = options(use_v2_model_runner=v2_runner)
-        set_up_on_gpu(on_gpu, monkeypatch)
+        with monkeypatch.context() as gpu:
+            gpu.setattr(current_platform, "is_cpu", lambda: False)
+            gpu.setattr(current_platform, "is_cuda_alike", lambda: True)
+            set_up(on_gpu)
         assert on_gpu.parallel_config.worker_cls == f"comb_serving.vllm.gpu_worker.{worker}"
         assert locate(on_gpu.parallel_config.worker_cls) is not None
     assert v1.scheduler_config.scheduler_cls == v2.scheduler_config.scheduler_cls == SCHEDULER
@@ -134,12 +130,10 @@ def test_what_an_instance_is_set_up_with(monkeypatch: pytest.MonkeyPatch) -> Non
         with pytest.raises(ValueError, match=message):
             set_up(options(**changed))
     for changed in (
-        {"kv_connector": "OffloadingConnector"},
-        {"kv_offloading_size": 4.0},
-        {"splitting_ops": [f"vllm::{OP}"]},
-    ):
+        {"kv_connector": "OffloadingConnector"}, {"kv_offloading_size": 4.0}, {"splitting_ops": [f"vllm::{OP}"]},
+        {"splitting_ops": [], "enforce_eager": True},
+    ):  # fmt: skip
         set_up(options(**changed))
-    set_up(options(splitting_ops=[], enforce_eager=True))
 
 
 class Plain(nn.Module):
@@ -151,8 +145,6 @@ class Plain(nn.Module):
 
 
 def loading(expected: Any) -> Any:
-    from types import SimpleNamespace
-
     from comb_serving.vllm.models import CombMixin
 
     class Model(CombMixin, Plain):
@@ -191,3 +183,59 @@ def test_weights_go_where_they_belong() -> None:
         loading(None).load_weights([("cross_blocks.0.bias", bias * float("nan"))])
     with pytest.raises(ValueError, match="embedding in there differs"):
         model.load_weights([*given[:4], ("comb_backbone.embed.weight", table + 0.1)])
+
+
+def packed(change: float | None = None, quantization: str | None = None) -> Any:
+    """A model as a worker has it, of one matrix, a number of which was written.
+
+    vLLM packs it for a CPU while it loads, and nobody can read it afterwards.
+    """
+    from vllm.model_executor.layers.utils import dispatch_cpu_unquantized_gemm
+
+    from comb_serving.vllm.fixed_weights import FixedWeights
+
+    class Loads:
+        def __init__(self, model: nn.Module) -> None:
+            self.model = model
+            config = SimpleNamespace(quantization=quantization, model="the/model")
+            self.vllm_config = SimpleNamespace(model_config=config)
+
+        def load_model(self) -> None:
+            dispatch_cpu_unquantized_gemm(self.model[1], remove_weight=True)
+
+        def get_model(self) -> nn.Module:
+            return self.model
+
+    class Worker(FixedWeights, Loads):
+        pass
+
+    torch.manual_seed(0)
+    model: Any = nn.Sequential(nn.LayerNorm(64), nn.Linear(64, 64, bias=False)).requires_grad_(False)
+    model.config = LlamaConfig()
+    if change is not None:
+        model[1].weight[5, 7] = change
+    Worker(model).load_model()
+    assert model[1].weight.numel() == 0
+    return model
+
+
+@pytest.mark.parametrize("change", [math.nan, math.inf, -math.inf])
+def test_packed_weights_are_of_numbers(change: float) -> None:
+    with pytest.raises(ValueError, match=r"the/model has NaN or infinity in 1 weight \(1.weight\): .* download"):
+        packed(change)
+    assert packed(change, "int8")  # a quantiser's own
+
+
+def test_documents_are_named_by_packed_weights() -> None:
+    """A fine-tune may have the same embeddings and norms, and finds the other's documents on its disk."""
+    names = [weights_fingerprint(packed(change), settings=False) for change in (None, None, 0.5)]
+    assert names[0] == names[1] != names[2]
+
+
+def test_nothing_listens_behind_a_load() -> None:
+    packed()
+    with pytest.raises(ValueError, match="NaN"):
+        packed(math.nan)
+    module = nn.Linear(2, 2)
+    module.weight = nn.Parameter(torch.empty(0))
+    assert not list(module.buffers())
