@@ -6,8 +6,8 @@ import json
 import logging
 import multiprocessing
 import resource
-import threading
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pyarrow as pa
@@ -69,11 +69,9 @@ def test_a_damaged_part_is_said_and_put_aside(tmp_path: Path, caplog: pytest.Log
     store.add(some("a"), "e")
     store.add(some("b"), "e")
     broken = parts(tmp_path)[0]
-    content = bytearray(broken.read_bytes())
-    if damage == "a flipped bit":
-        at = content.index("a «0»".encode())
-        content[at] ^= 1
-    broken.write_bytes({"truncated": content[:-20], "empty": b"", "a flipped bit": content}[damage])
+    content = broken.read_bytes()
+    flipped = content.replace("a «0»".encode(), "` «0»".encode(), 1)
+    broken.write_bytes({"truncated": content[:-20], "empty": b"", "a flipped bit": flipped}[damage])
     with caplog.at_level(logging.WARNING):
         assert read_back(tmp_path, some("b"))
     assert broken.name in caplog.text
@@ -128,15 +126,17 @@ def test_writers_at_once_keep_out_of_each_others_way(tmp_path: Path) -> None:
 
 
 class Echo:
-    """Answers with the first token of the query."""
+    """Answers with the first token of the query, and fails once it was asked so many questions."""
 
     name, batch_size = "echo 1", 2
 
-    def __init__(self) -> None:
+    def __init__(self, fails_at: int = -1) -> None:
+        self.fails_at, self.closed = fails_at, 0
         self.asked: list[str | None] = []
-        self.closed = 0
 
     def __call__(self, examples: Sequence[TrainingExample]) -> list[StoredAnswer]:
+        if len(self.asked) == self.fails_at:
+            raise RuntimeError("out of memory")
         self.asked += [example.id for example in examples]
         return [StoredAnswer((example.prompt.tail[0], 1), True) for example in examples]
 
@@ -181,17 +181,10 @@ def test_ranks_answer_disjoint_sets_of_documents_and_all_of_them_together(tmp_pa
 
 
 def test_ranks_that_wait_end_with_everything(tmp_path: Path) -> None:
-    engines, results = [Echo(), Echo()], {}
-
-    def run(rank: int) -> None:
-        results[rank] = ask(engines[rank], tmp_path, Share(rank, 2)).answers
-
-    threads = [threading.Thread(target=run, args=(rank,), daemon=True) for rank in range(2)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(30)
-    assert results == {0: expected(), 1: expected()}
+    engines = [Echo(), Echo()]
+    with ThreadPoolExecutor() as pool:
+        waiting = [pool.submit(ask, engine, tmp_path, Share(rank, 2)) for rank, engine in enumerate(engines)]
+        assert [each.result(30).answers for each in waiting] == [expected()] * 2
     assert len(engines[0].asked) + len(engines[1].asked) == 21
 
 
@@ -208,13 +201,7 @@ def test_a_rank_that_hears_nothing_answers_the_rest_itself(
 
 
 def test_every_batch_is_kept_before_the_next_begins(tmp_path: Path) -> None:
-    class Dying(Echo):
-        def __call__(self, examples: Sequence[TrainingExample]) -> list[StoredAnswer]:
-            if len(self.asked) == 8:
-                raise RuntimeError("out of memory")
-            return super().__call__(examples)
-
-    engine = Dying()
+    engine = Echo(fails_at=8)
     with pytest.raises(RuntimeError, match="out of memory"):
         ask(engine, tmp_path)
     assert engine.closed == 1

@@ -117,22 +117,6 @@ def test_rows_of_the_hub(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     check(read, [HUB_ROWS[name](n) for n in range(4)], "hf://org/name[0]")
 
 
-def test_what_is_null_is_dropped_alike_in_files_and_on_the_hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    datasets = pytest.importorskip("datasets", reason="the package datasets is not installed")
-    for name in ("jsonl", "hotpotqa", "xsum", "wikihop"):
-        rows = [ROWS[name](n) for n in range(6)]
-        for number, field in enumerate(field for field in rows[0] if field not in ("answers",)):
-            rows[number % 5][field] = None
-        monkeypatch.setattr(datasets, "load_dataset", lambda *a, rows=rows, **k: rows)
-        (tmp_path / "rows.json").write_text(json.dumps(rows))
-        (tmp_path / "rows.jsonl").write_text("\n".join(map(json.dumps, rows)))
-        local = read_dataset(name, tmp_path / f"rows.json{'l' * (name == 'jsonl')}")
-        hub = read_dataset(name, "hf://org/name")
-        assert [e.documents for e in local] == [e.documents for e in hub]
-        assert local.counts == hub.counts
-        assert local.counts.dropped
-
-
 def test_files_with_a_mark_in_front_packed_or_of_another_system(tmp_path: Path) -> None:
     squad = json.dumps({"data": [article(n) for n in range(3)]})
     story = "1 Mary went to the hall.\r\n2 Where is Mary? \thall\t1\r\n3 Where is Mary?\t \t1\r\n4  \thall\t1\r\n"

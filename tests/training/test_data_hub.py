@@ -92,16 +92,7 @@ def test_squad_rows_become_articles(hub: Path) -> None:
         read_dataset("squad", f"hf://{hub}")
 
 
-def test_your_own_rows(hub: Path) -> None:
-    documents = [{"text": "a", "title": "T"}, {"text": "b", "title": None}]
-    row = {"documents": documents, "query": "q", "answer": "x", "group": None}
-    save_parquet(hub, "train", row, {**row, "documents": [{"text": "c", "title": None}], "answer": "y", "group": "g"})
-    dataset = read_dataset("jsonl", f"hf://{hub}")
-    assert [[(d.title, d.text) for d in e.documents] for e in dataset] == [[("T", "a"), (None, "b")], [(None, "c")]]
-    assert (dataset[0].answer, dataset[1].group) == ("x", "g")
-
-
-def test_tasks_and_long_contexts(hub: Path) -> None:
+def test_rows_become_tasks(hub: Path) -> None:
     fields = {"definition": "Do it.", "targets": "o"}
     rows = [{"task_name": f"task{n // 3}_k{n // 3}", "id": str(n), "inputs": f"i{n}", **fields} for n in range(6)]
     save(hub, "train", *rows)
@@ -111,9 +102,6 @@ def test_tasks_and_long_contexts(hub: Path) -> None:
     save(hub, "train", {**rows[0], "definition": " "})
     with pytest.raises(ValueError, match=r"\[0\]: the task has no instruction"):
         read_dataset("natural_instructions", f"hf://{hub}")
-    long = {"input": "q", "context": "Passage 1:\na\nPassage 2:\nb", "answers": ["x"], "dataset": "musique", "_id": "i"}
-    save(hub, "train", long)
-    assert len(read_dataset("longbench", f"hf://{hub}", task="musique")[0].documents) == 2
 
 
 def test_what_cannot_be_reached_says_what_to_do(hub: Path, monkeypatch: pytest.MonkeyPatch) -> None:

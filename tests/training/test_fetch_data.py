@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import io
-import json
 import subprocess
 import sys
 import tarfile
@@ -16,24 +15,21 @@ from pathlib import Path
 import pytest
 
 from comb.documents.datasets import read_dataset
-from tests.helpers.doc_blocks import ROOT, fill_data
+from comb.evaluation.setting import read_sets
+from comb_training.config import load_config
+from comb_training.data.mixture import sources
+from tests.helpers.doc_blocks import ROOT, fill_data, mine, write_rows
 
 SCRIPT = ROOT / "scripts" / "fetch-data"
 
 
 @dataclass
 class Mirror:
-    """A server of files.
-
-    Args:
-        files: by their paths.
-        cut: after so many bytes an answer of this path ends too soon, once.
-        asked: (path, the header Range) of every request.
-    """
+    """A server of `files` by their paths; the next answer for a path in `cut` ends after so many bytes."""
 
     files: dict[str, bytes]
     cut: dict[str, int] = field(default_factory=dict)
-    asked: list[tuple[str, str | None]] = field(default_factory=list)
+    asked: list[tuple[str, str | None]] = field(default_factory=list)  # path and the header Range
     url: str = ""
 
 
@@ -57,12 +53,11 @@ def mirror(tmp_path: Path) -> Iterator[Mirror]:
             if path not in server.files:
                 self.send_error(404)
                 return
-            whole, start = server.files[path], 0
-            if wanted is not None:
-                start = int(wanted.removeprefix("bytes=").removesuffix("-"))
-                if start >= len(whole):
-                    self.send_error(416)
-                    return
+            whole = server.files[path]
+            start = 0 if wanted is None else int(wanted.removeprefix("bytes=").removesuffix("-"))
+            if start >= len(whole):
+                self.send_error(416)
+                return
             self.send_response(200 if wanted is None else 206)
             self.send_header("Content-Length", str(len(whole) - start))
             self.end_headers()
@@ -140,31 +135,18 @@ def test_what_is_missing_there_is_one_line_each(tmp_path: Path, mirror: Mirror) 
 def test_the_list_says_what_from_where_how_large_and_which_licence(tmp_path: Path) -> None:
     done = fetch(tmp_path, "--list")
     assert done.returncode == 0
-    for text in (
-        "squad: ",
-        "4.4 MB; CC BY-SA 4.0",
-        "squad/dev-v2.0.json  https://rajpurkar.github.io/",
-        "-> babi/en-10k",
-    ):
-        assert text in done.stdout
+    address = "squad/dev-v2.0.json  https://rajpurkar.github.io/"
+    assert all(text in done.stdout for text in ("squad: ", "4.4 MB; CC BY-SA 4.0", address, "-> babi/en-10k"))
     assert not (tmp_path / "data").exists()
 
 
 def test_a_set_on_the_hub_is_read_from_a_copy_in_the_folder(tmp_path: Path) -> None:
     pytest.importorskip("datasets", reason="the package datasets is not installed")
-    from comb_training.config import load_config
-    from comb_training.data.mixture import sources
-
-    copy = tmp_path / "data" / "org" / "mine"
-    copy.mkdir(parents=True)
-    row = {"documents": ["Bees buzz."], "query": "What buzzes?", "answer": "Bees"}
-    (copy / "train.jsonl").write_text("\n".join(json.dumps({**row, "id": str(number)}) for number in range(8)))
+    write_rows(tmp_path / "data" / "org" / "mine" / "train.jsonl", mine(8))
     (tmp_path / "evaluation.yaml").write_text(
         "templates: {plain: {query: '{query}'}}\n"
         "sets: {mine: {dataset: jsonl, path: 'hf://org/mine?split=train', split: all, template: plain}}\n"
     )
-    from comb.evaluation.setting import read_sets
-
     assert len(read_sets(tmp_path / "evaluation.yaml")["mine"].read(tmp_path / "data")) == 8
     mixture = "data.mixture=[{dataset: jsonl, path: 'hf://org/mine?split=train'}]"
     (source,) = sources(load_config(None, [mixture, f"data.path={tmp_path / 'data'}"]).data)

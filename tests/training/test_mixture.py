@@ -245,15 +245,6 @@ def config(folder: Path, data: dict[str, Any] | None = None, **train: Any) -> Co
     return config_from_dict(content | {"eval": {"limit": 8, "methods": ["none"], "max_new_tokens": 4}})
 
 
-def test_a_run_tells_of_each_set(tmp_path: Path) -> None:
-    result = run_training(config(tmp_path, eval_steps=1), progress=False)
-    assert len(result.record["heldout_losses"]) == 3
-    told = json.loads((tmp_path / "out" / "training.json").read_text())
-    assert {name: own["examples"] for name, own in told["tokens_by_set"].items()} == {"a": 18, "b": 6}
-    assert told["tokens"]["document_tokens"].keys() == {"min", "median", "p90", "max", "total"}
-    assert told["data"]["sets"]["a"]["kept"] == 18
-
-
 def test_a_teacher_reads_what_the_student_reads(tmp_path: Path) -> None:
     # long questions are dropped before the shares are taken: both sides must do that
     data = {"epoch_examples": None, "max_query_tokens": 24}
@@ -264,8 +255,13 @@ def test_a_teacher_reads_what_the_student_reads(tmp_path: Path) -> None:
     assert {mixture.set_name(example.id) for example in own.examples} == {"a", "b"}
 
 
-def test_the_card_and_one_set_alone_are_evaluated(tmp_path: Path) -> None:
-    run_training(config(tmp_path), progress=False)
+def test_a_run_tells_of_each_set_and_one_set_alone_is_evaluated(tmp_path: Path) -> None:
+    result = run_training(config(tmp_path, eval_steps=1), progress=False)
+    assert len(result.record["heldout_losses"]) == 3
+    told = json.loads((tmp_path / "out" / "training.json").read_text())
+    assert {name: own["examples"] for name, own in told["tokens_by_set"].items()} == {"a": 18, "b": 6}
+    assert told["tokens"]["document_tokens"].keys() == {"min", "median", "p90", "max", "total"}
+    assert told["data"]["sets"]["a"]["kept"] == 18
     arguments = ["eval", str(tmp_path / "out"), "--out", str(tmp_path / "r.json")]
     for more, sets in (((), {"a", "b"}), (("--dataset", "b"), {"b"})):
         result = invoke(*arguments, *more)

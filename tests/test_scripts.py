@@ -1,11 +1,16 @@
-"""scripts/figures: every table it names is found, and a figure that isn't what comes out is one too many."""
+"""scripts/figures finds every table it names and figures that aren't what comes out; scripts/test-gpu needs a GPU."""
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 import yaml
 
 from scripts import figures
@@ -69,3 +74,23 @@ def test_what_a_page_lacks_is_said() -> None:
         figures.command_and_table(PAGE.partition("|")[0], "comb bench methods")
     with pytest.raises(ValueError, match="no row for '`naive`'"):
         list(figures.compared([["`naive`", "1", "2", "3"]], COLUMNS, ROWS[:1]))
+
+
+@pytest.mark.parametrize(
+    ("device", "said", "can"),
+    [
+        ("cuda", "scripts/test-gpu: no CUDA device for ", torch.cuda.is_available()),
+        ("tpu", "COMB_GPU_TESTS_DEVICE is cuda or cpu, not 'tpu'", False),
+        ("cpu", " has no vLLM: ", find_spec("vllm") is not None),
+    ],
+)
+def test_the_tests_for_a_gpu_fail_in_one_line_where_they_can_not_run(device: str, said: str, can: bool) -> None:
+    if can:
+        pytest.skip("here they can run")
+    done = subprocess.run(
+        [ROOT / "scripts" / "test-gpu"], capture_output=True, text=True, check=False,
+        env={**os.environ, "PYTHON": sys.executable, "COMB_GPU_TESTS_DEVICE": device},
+    )  # fmt: skip
+    assert (done.returncode, done.stdout) == (1, "")
+    (line,) = done.stderr.splitlines()
+    assert said in line
