@@ -28,7 +28,8 @@ from comb_serving.pool.capability import (
 )
 from comb_serving.vllm.linking.setup import engine_options, front_for
 from tests.helpers.engines import answer, engine, greedy, instance
-from tests.helpers.families import BASE
+from tests.helpers.engines import three_documents as three_documents
+from tests.helpers.families import BASE, MLA
 
 HEAD = [7, 8, 9, 10, 11, 12, 13]
 FRONT = [25, 31, 47, 6, 19]  # what stands here for prose
@@ -101,16 +102,26 @@ class LinkedEngine:
         }  # fmt: skip
         return Capability(**means).sign(self.secret)
 
+    def place(self, name: str, method: str) -> PoolHandle:
+        """Blocks for a document, in which requests look for it from now on."""
+        tokens = len(self.documents[name])
+        handle = PoolHandle(tokens, tuple(self._free.pop() for _ in range(self.layout.blocks_for(tokens))))
+        self.handles[name + LinkMethod.parse(method).compiled] = handle
+        return handle
+
+    def fetch(self, name: str, method: str) -> str | None:
+        """The tier from which a document has come into other blocks."""
+        handle = self.place(name, method)
+        found: list[str | None] = self.llm.collective_rpc("comb_fetch", args=(name, handle.tokens, list(handle.blocks)))
+        return found[0]
+
     def compiling(self, name: str, method: str = "naive", salt: str = "") -> tuple[Any, Any]:
         """vLLM's prompt and parameters that compile a document for a method.
 
         `salt`: under which it is kept beyond the pool.
         """
         ids = self.documents[name]
-        handle = PoolHandle(len(ids), tuple(self._free.pop() for _ in range(self.layout.blocks_for(len(ids)))))
-        parsed = LinkMethod.parse(method)
-        front = self.layout.front
-        self.handles[name + parsed.compiled] = handle
+        handle, front = self.place(name, method), self.layout.front
         prompt = [*front, *ids]
         token = self.signed(COMPILE, prompt, ((len(front), len(ids)),), [handle], salt=salt)
         own = {"cache_salt": salt} if salt else {}
@@ -137,6 +148,16 @@ class LinkedEngine:
         names = [(parameters.extra_args or {}).get(KEY) for _, parameters in given]
         self.reports = [None if name is None else self.receiver.take(name_of(name)) for name in names]
         return [answer(output) for output in outputs]
+
+    def leave(self, request: tuple[Any, Any], steps: int) -> None:
+        """Somebody asks, and leaves after so many steps of the engine."""
+        driver = self.llm.llm_engine
+        driver.add_request("leaving", *request)
+        for _ in range(steps):
+            driver.step()
+        driver.abort_request(["leaving"])
+        while driver.has_unfinished_requests():
+            driver.step()
 
     def reference(self, prompt: LinkedPrompt, method: str, tokens: int = 8) -> tuple[list[int], list[float]]:
         """What the library says."""
@@ -168,13 +189,6 @@ def library_logs(
     return list(logits.float().log_softmax(-1))
 
 
-def three_documents(vocab_size: int) -> dict[str, list[int]]:
-    """Documents A, B and C: blocks filled in part, filled, and many."""
-    draw = torch.Generator().manual_seed(11)
-    sizes = {"A": 13, "B": 8, "C": 30}
-    return {name: torch.randint(5, vocab_size, (size,), generator=draw).tolist() for name, size in sizes.items()}
-
-
 PROMPTS = [
     LinkedPrompt("ABC"),
     LinkedPrompt("CAB", gaps=((30, 31), ())),
@@ -185,6 +199,12 @@ PROMPTS = [
 ]
 # vLLM's CPU attention knows head sizes from 32 on
 WIDE = {**BASE, "hidden_size": 64, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 32}
+
+LATENT = {**BASE, **MLA, "hidden_size": 64, "kv_lora_rank": 512, "qk_rope_head_dim": 64, "qk_nope_head_dim": 128,
+          "v_head_dim": 128, "q_lora_rank": None}  # fmt: skip
+# what vLLM prefers on a CPU with AMX refuses float32. Its rotary kernel for CPUs takes the keys of one head to lie
+# close together, which these don't, and turns few of them: such an engine is refused, in torch they are turned
+LATENT_OPTIONS = {"attention_backend": "CPU_MLA", "compilation_config": {"custom_ops": ["-rotary_embedding"]}}
 
 
 def plain_model(folder: Path, config: Any, std: float = 0.2) -> Any:

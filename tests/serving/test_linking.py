@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from itertools import product
 from pathlib import Path
 
 import pytest
@@ -37,6 +36,10 @@ SECRET = b"secret"
         ("primed:front=none", "primed,front=none", [], "alone"),
         ("linktokens", "linktokens", [0], "adapter"),
         ("full", "full", [], "alone"),
+        ("hypic", "hypic:8", [], "hypic:8"),
+        ("hypic:w=4", "hypic:4", [], "hypic:4"),
+        ("hypic:front=none", "hypic:8", [], "hypic:8"),
+        ("hypic:front=prose,w=4", "hypic:4,front=prose", [0], "hypic:4,front=prose"),
     ],
 )
 def test_methods_have_one_name_each(spec: str, name: str, again: list[int] | None, compiled: str) -> None:
@@ -44,6 +47,7 @@ def test_methods_have_one_name_each(spec: str, name: str, again: list[int] | Non
     assert (method.name, method.compiled) == (name, compiled)
     assert method.recomputed([(0, 6), (6, 4), (12, 20)]) == again
     assert LinkMethod.parse(method.name) == method
+    assert method.states == spec.startswith("hypic")
 
 
 def test_what_the_question_looks_at_is_computed_again_as_the_library_does() -> None:
@@ -55,29 +59,11 @@ def test_what_the_question_looks_at_is_computed_again_as_the_library_does() -> N
     assert method.recomputed(spans[:1]) == []  # nothing to look for
 
 
-@pytest.mark.vllm
-@pytest.mark.parametrize("window", [None, 3])
-def test_a_long_question_is_seen_in_portions(window: int | None, monkeypatch: pytest.MonkeyPatch) -> None:
-    looks = pytest.importorskip("comb_serving.vllm.linking.looks")
-    draw = torch.Generator().manual_seed(0)
-    query, keys = torch.randn(5, 4, 8, generator=draw), torch.randn(12, 2, 8, generator=draw)
-    wanted = torch.zeros(12, dtype=torch.float64)
-    for number, head in product(range(5), range(4)):
-        first = 0 if window is None else number + 7 - window + 1
-        seen = keys[first : number + 8, head // 2].double() @ query[number, head].double() * 0.3
-        wanted[first : number + 8] += seen.softmax(0)
-    for room in (10**6, 4 * 12 * 2, 1):
-        monkeypatch.setattr(looks, "_SCORES", room)
-        torch.testing.assert_close(
-            looks.attention_paid(query, keys, 7, 0.3, window).double(), wanted, atol=1e-5, rtol=0
-        )
-
-
 @pytest.mark.parametrize("spec", ["cacheblend:0.1", "legolink:-1", "legolink:x", "naive:rotate=false", "legolink-0:4",
-                                  "naive,front=dummies:0", "primed:x", "focus:2", "nothing", "full:1",
-                                  ""])  # fmt: skip
+                                  "naive,front=dummies:0", "primed:x", "focus:2", "nothing", "full:1", "",
+                                  "hypic:-1", "hypic:head=4", "hypic:mode=addition", "legolink:4,w=8"])  # fmt: skip
 def test_other_methods_are_refused_by_name(spec: str) -> None:
-    with pytest.raises(ValueError, match=r"naive|method|number of tokens|a share of"):
+    with pytest.raises(ValueError, match=r"naive|method|number of tokens|a share of|at least 0"):
         LinkMethod.parse(spec)
 
 

@@ -20,7 +20,6 @@ from tests.helpers.linked import (
     check_nothing_is_left,
     largest_difference,
     linked_engine,
-    plain_llama,
     three_documents,
 )
 
@@ -31,22 +30,17 @@ EXACT = 2e-5
 
 
 @pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Any:
-    return plain_llama(tmp_path_factory.mktemp("plain"))
-
-
-@pytest.fixture(scope="module")
-def alone(model: Any) -> list[Any]:
+def alone(llama: Any) -> list[Any]:
     """What vLLM without linking says to the same prompts, each asked alone."""
-    documents = three_documents(model.config.vocab_size)
-    with engine(model.name_or_path, enable_prefix_caching=False) as llm:
+    documents = three_documents(llama.config.vocab_size)
+    with engine(llama.name_or_path, enable_prefix_caching=False) as llm:
         prompts = [{"prompt_token_ids": prompt.built(documents)[0]} for prompt in PROMPTS]
         return [answer(llm.generate([prompt], greedy(8), use_tqdm=False)[0]) for prompt in prompts]
 
 
 @pytest.fixture(scope="module", params=["focus:0.3", "focus:0.3,front=prose"])
-def linked(model: Any, alone: list[Any], request: pytest.FixtureRequest) -> Iterator[LinkedEngine]:
-    with linked_engine(model, request.param) as found:  # one engine at a time in a process
+def linked(llama: Any, alone: list[Any], request: pytest.FixtureRequest) -> Iterator[LinkedEngine]:
+    with linked_engine(llama, request.param) as found:  # one engine at a time in a process
         yield found
 
 
@@ -93,11 +87,9 @@ def test_reports_say_what_was_computed(linked: LinkedEngine) -> None:
     linked.llm.reset_prefix_cache()
     linked.ask([(PROMPTS[0], linked.behind("legolink:4"))])
     (report,) = linked.reports
-    assert report is not None
     assert (report.head_tokens, report.linked_tokens, report.computed_tokens) == (0, 13 + 8 + 30 - 12, 7 + 12 + 4)
     linked.ask([(PROMPTS[0], linked.behind("legolink:4"))])
     (again,) = linked.reports
-    assert again is not None
     assert again.head_tokens == 32  # the same prompt once more: from the prefix cache, whole blocks of it
     assert again.head_tokens + again.linked_tokens + again.computed_tokens == 62
 
@@ -138,7 +130,6 @@ def test_the_head_is_shared_with_plain_prompts_and_between_methods(linked: Linke
     for rule in ("naive", "legolink:4", "attnlink:6"):
         linked.ask([(LinkedPrompt("BC", head=head), linked.behind(rule))])
         (report,) = linked.reports
-        assert report is not None
         assert report.head_tokens == 64
 
 

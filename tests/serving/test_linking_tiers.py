@@ -9,9 +9,8 @@ import pytest
 import torch
 
 from comb_serving.encoding.kept import KeptDocuments, kept_store
-from comb_serving.pool.capability import PoolHandle
 from tests.helpers.engines import SMALL, greedy
-from tests.helpers.linked import PROMPTS, LinkedEngine, largest_difference, linked_engine, plain_llama
+from tests.helpers.linked import PROMPTS, LinkedEngine, largest_difference, linked_engine
 from tests.helpers.processes import wait_for
 
 pytestmark = [pytest.mark.vllm, pytest.mark.usefixtures("plugin")]
@@ -22,7 +21,6 @@ ROWS = torch.arange(12.0).view(4, 3)
 def documents(**options: Any) -> KeptDocuments:
     given = {"host_bytes": 0, "disk_path": None, "disk_bytes": None, "largest_bytes": ROWS.nbytes, **options}
     store = kept_store(**given)
-    assert store is not None
     return KeptDocuments(store)
 
 
@@ -34,7 +32,6 @@ def test_what_is_kept_in_memory_is_found_and_the_oldest_goes_first() -> None:
     assert kept.fetch("key-0") is None
     for number in (1, 2):
         found = kept.fetch(f"key-{number}")
-        assert found is not None
         assert torch.equal(found[0], ROWS + number)
         assert found[1] == "host"
     assert kept.nbytes() == {"host": 2 * ROWS.nbytes}
@@ -49,7 +46,6 @@ def test_files_outlive_the_server_and_damaged_ones_are_no_document(tmp_path: Pat
     assert again.fetch("unknown") is None
     for name in ("one", "other"):
         found = again.fetch(name)
-        assert found is not None
         assert torch.equal(found[0], ROWS)
         assert found[1] == "disk"
     for file in filter(Path.is_file, tmp_path.rglob("*")):
@@ -85,34 +81,29 @@ def test_ranks_share_budgets_and_not_folders(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_a_document_comes_back_from_every_tier(tmp_path: Path) -> None:
-    model = plain_llama(tmp_path / "model")
+def test_a_document_comes_back_from_every_tier(llama: Any, tmp_path: Path) -> None:
     disk = {"disk_path": str(tmp_path / "kept")}
 
     def fetched(linked: LinkedEngine, tier: str) -> None:
         """All documents at other places of the pool, without having been compiled."""
-        for name, tokens in linked.documents.items():
-            handle = PoolHandle(len(tokens), tuple(linked._free.pop() for _ in range(-(-len(tokens) // 4))))
-            linked.handles[f"{name}alone"] = handle
-            assert linked.llm.collective_rpc("comb_fetch", args=(name, handle.tokens, list(handle.blocks))) == [tier]
-            assert linked.llm.collective_rpc("comb_fetch", args=(name, 3, list(handle.blocks))) == [None]
+        for name in linked.documents:
+            assert linked.fetch(name, "naive") == tier
+            shorter = (name, 3, list(linked.handles[f"{name}alone"].blocks))
+            assert linked.llm.collective_rpc("comb_fetch", args=shorter) == [None]
         for prompt in PROMPTS[:3]:
             (found,) = linked.ask([(prompt, "legolink:4")])
             assert largest_difference(found, linked.reference(prompt, "legolink:4")) < 2e-5
 
-    with linked_engine(model, kept={"host_bytes": 2**20, **disk}) as linked:
+    with linked_engine(llama, kept={"host_bytes": 2**20, **disk}) as linked:
         requests = [linked.compiling(name, salt=name) for name in linked.documents]
         linked.llm.generate(*map(list, zip(*requests, strict=True)), use_tqdm=False)
         kept = linked.layout.bytes_per_token * sum(map(len, linked.documents.values()))
         wait_for(lambda: linked.llm.collective_rpc("comb_kept")[0]["host"] == kept)
         fetched(linked, "host")
-    with linked_engine(model, kept=disk) as linked:
+    with linked_engine(llama, kept=disk) as linked:
         fetched(linked, "disk")
-        name, tokens = next(iter(linked.documents.items()))
-        linked.llm.collective_rpc("comb_forget", args=(name,))
-        handle = linked.handles[f"{name}alone"]
-        asked = (name, len(tokens), list(handle.blocks))
-        wait_for(lambda: linked.llm.collective_rpc("comb_fetch", args=asked) == [None])
+        linked.llm.collective_rpc("comb_forget", args=("A",))
+        wait_for(lambda: linked.fetch("A", "naive") is None)
 
 
 @pytest.mark.slow
