@@ -19,11 +19,9 @@ import torch
 import transformers as tf
 from torch import Tensor
 
-from comb import methods
 from comb.hybrid.transition import DenseTransition, ScalarTransition
-from comb_serving.pool.capability import PoolHandle
 from tests.helpers.hybrids import BASE, PATTERN, slow_decays
-from tests.helpers.linked import FRONT, LinkedPrompt
+from tests.helpers.linked import LinkedPrompt, check_nothing_is_left, library_logs, linked_engine
 from tests.helpers.processes import wait_for
 
 # what vLLM's kernels for CPUs take: heads of attention from 32 on, of gated DeltaNet 64 or 128
@@ -69,14 +67,7 @@ def documents() -> dict[str, list[int]]:
 
 def library(model: Any, method: str, prompt: LinkedPrompt) -> Tensor:
     """The first token's log-probabilities by the library's method of the same name."""
-    behind = {"front": list(FRONT)} if method.endswith(",front=prose") else {}
-    made, known = methods.create(method, model, **behind), documents()
-    segments = [known[name] for name in prompt.names]
-    gaps = [list(gap) for gap in prompt.gaps]
-    gaps += [[]] * (len(segments) - 1 - len(gaps))
-    state = made.link(made.compile(segments), list(prompt.tail), head_ids=list(prompt.head), gaps=gaps)
-    _, logits = state.generate_with_logits(max_new_tokens=1, do_sample=False, eos_token_id=[], pad_token_id=0)
-    return logits[0].float().log_softmax(-1)
+    return library_logs(model, documents(), prompt, method, 1)[0]
 
 
 def error(one: Any, other: Tensor) -> float:
@@ -100,7 +91,6 @@ def ask_hybrid(folder: Path, method: str, *, pressure: bool = False, **options: 
 
 def _answers(linked: Any, method: str) -> dict[str, Any]:
     """All that is asked of one engine."""
-    from tests.helpers.linked import check_nothing_is_left
 
     def asked(pairs: list[tuple[LinkedPrompt, str]], tokens: int = 1) -> list[list[float]]:
         given = []
@@ -119,23 +109,14 @@ def _answers(linked: Any, method: str) -> dict[str, Any]:
     said["reports"] = [(report.linked_tokens, report.computed_tokens) for report in linked.reports]
     mixed = [(prompt, name) for prompt in PROMPTS for name in (method, "full")]
     said["together"] = asked(mixed, 12)
-    driver = linked.llm.llm_engine
     for steps in range(9):  # waiting, in the middle of its seams, at its query, while it answers
-        name = f"leaving-{steps}"
-        driver.add_request(name, *linked.request(PROMPTS[0], method, 20))
-        for _ in range(steps):
-            driver.step()
-        driver.abort_request([name])
-        while driver.has_unfinished_requests():
-            driver.step()
+        linked.leave(linked.request(PROMPTS[0], method, 20), steps)
     linked.forget()  # documents are compiled anew, and one of them is left alone in the middle of it
-    driver.add_request("compiling", *linked.compiling("A"))
-    driver.step()
-    driver.abort_request(["compiling"])
+    linked.leave(linked.compiling("A"), 1)
     linked.forget()
     said["afterwards"] = asked(mixed)
     said["preemptions"] = linked.preemptions
-    driver.step()
+    linked.llm.llm_engine.step()
     check_nothing_is_left(linked.scheduler)
     if linked.llm.llm_engine.vllm_config.parallel_config.tensor_parallel_size > 1:
         return said  # what follows is not in this process
@@ -148,8 +129,6 @@ def _answers(linked: Any, method: str) -> dict[str, Any]:
 def _under_pressure(linked: Any, method: str, tokens: int = 100) -> dict[str, Any]:
     """Answers of single requests; of all at once, for which there are too few blocks; and with documents that have come
     back from lower tiers into another place."""
-    from tests.helpers.linked import check_nothing_is_left
-
     mixed = [(prompt, name) for prompt in PROMPTS for name in (method, "full")]
     said: dict[str, Any] = {"alone": [linked.ask([each], tokens)[0] for each in mixed]}
     assert linked.preemptions == 0
@@ -157,29 +136,18 @@ def _under_pressure(linked: Any, method: str, tokens: int = 100) -> dict[str, An
     said["preemptions"] = linked.preemptions
     tiers = set()
     for name in SIZES:  # the host has no room for all of them
-        ids, parameters = linked.compiling(name, salt=name)
+        ids, parameters = linked.compiling(name, method, name)
         linked.llm.generate([ids], [parameters], use_tqdm=False)
-        tiers.add(wait_for(lambda name=name: _fetch(linked, name)))
-    said["tiers"] = sorted(tiers | {_fetch(linked, name) for name in SIZES})
+        tiers.add(wait_for(lambda name=name: linked.fetch(name, method)))
+    said["tiers"] = sorted(tiers | {linked.fetch(name, method) for name in SIZES})
     said["fetched"] = linked.ask(mixed, tokens)
     linked.llm.llm_engine.step()
     check_nothing_is_left(linked.scheduler)
     return said
 
 
-def _fetch(linked: Any, name: str) -> str | None:
-    """The tier from which a document has come into other blocks."""
-    count = linked.layout.blocks_for(SIZES[name])
-    handle = PoolHandle(SIZES[name], tuple(linked._free.pop() for _ in range(count)))
-    linked.handles[f"{name}0"] = handle
-    (found,) = linked.llm.collective_rpc("comb_fetch", args=(name, handle.tokens, list(handle.blocks)))
-    return found if found is None else str(found)
-
-
 def main() -> None:
     """The process of an engine."""
-    from tests.helpers.linked import linked_engine
-
     given = json.loads(sys.argv[1])
     model: Any = SimpleNamespace(name_or_path=given["folder"], config=tf.AutoConfig.from_pretrained(given["folder"]))
     options = {"kv_cache_memory_bytes": 2**26, "max_logprobs": 128, **given["options"]}

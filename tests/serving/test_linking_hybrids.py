@@ -159,20 +159,6 @@ def test_what_stands_in_front_of_documents_is_kept_with_its_states(method: str, 
         server.wait_until_idle()
 
 
-@pytest.mark.parametrize(("spec", "name", "width"), [("hypic", "hypic:8", 8), ("hypic:w=4", "hypic:4", 4),
-                                                    ("hypic:front=none", "hypic:8", 8),
-                                                    ("hypic:front=prose,w=4", "hypic:4,front=prose", 4)])  # fmt: skip
-def test_documents_of_other_seams_are_other_documents(spec: str, name: str, width: int) -> None:
-    method = LinkMethod.parse(spec)
-    assert (method.name, method.compiled, method.seam) == (name, name, width)
-    assert method.states
-    assert method.front == ("prose" if name.endswith("front=prose") else "none")
-    assert not LinkMethod.parse("legolink:8").states
-    for wrong in ("hypic:-1", "hypic:head=4", "hypic:mode=addition", "legolink:4,w=8"):
-        with pytest.raises(ValueError, match=r"hypic|at least 0"):
-            LinkMethod.parse(wrong)
-
-
 @given(st.lists(st.tuples(st.integers(0, 3), st.integers(1, 20)), min_size=1, max_size=4), st.integers(0, 3),
        st.integers(3, 8), st.integers(0, 8))  # fmt: skip
 def test_interiors_are_loaded_whole_or_not_at_all(
@@ -207,7 +193,6 @@ def test_states_take_blocks_behind_the_tokens_of_a_document() -> None:
 @given(st.integers(3, 8), st.integers(2, 40), st.integers(0, 8), st.lists(st.integers(1, 12), max_size=80))
 def test_steps_end_at_both_ends_of_an_interior(head: int, inside: int, tail: int, rooms: list[int]) -> None:
     """Whatever room each step has; and none computes one token of it alone."""
-    pytest.importorskip("vllm")
     from comb_serving.vllm.linking.connector import LinkingConnector
 
     border, length = head + inside, head + inside + tail
@@ -242,7 +227,6 @@ class _Mamba:
 @pytest.mark.parametrize("tokens", [1, 2, 9])
 def test_states_are_captured_chunk_by_chunk_and_composed(tokens: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Against the loop over tokens; with an interior that is shorter than the convolution, and one that isn't."""
-    pytest.importorskip("vllm")
     from comb_serving.vllm.linking.links import CaptureCommand, ComposeCommand
     from comb_serving.vllm.linking.states import DocumentStates, StateLayer, state_layer
 
@@ -283,35 +267,6 @@ def test_states_are_captured_chunk_by_chunk_and_composed(tokens: int, monkeypatc
     assert "conv_ssm_forward" not in vars(mamba)
 
 
-def test_other_linear_layers_are_refused_by_name() -> None:
-    pytest.importorskip("vllm")
-    from comb_serving.vllm.linking.states import state_layer
-
-    for kind in ("MAMBA1", "SHORT_CONV", "LINEAR", "GDN_ATTN"):
-        layer = SimpleNamespace(mamba_type=SimpleNamespace(name=kind))
-        with pytest.raises(ValueError, match=rf"layers\.0\.mixer is a SimpleNamespace \({kind}\)"):
-            state_layer("layers.0.mixer", layer)
-
-
-@pytest.mark.parametrize(
-    ("part", "name", "value"),
-    [("cache_config", "enable_prefix_caching", True), ("cache_config", "mamba_cache_mode", "align"),
-     ("scheduler_config", "max_num_batched_tokens", 7)],
-)  # fmt: skip
-def test_engines_that_cant_link_states_are_refused(part: str, name: str, value: Any) -> None:
-    pytest.importorskip("vllm")
-    from comb_serving.vllm.linking.setup import check_states
-
-    config: Any = SimpleNamespace(
-        cache_config=SimpleNamespace(enable_prefix_caching=False, mamba_cache_mode="none"),
-        scheduler_config=SimpleNamespace(max_num_batched_tokens=8),
-    )
-    check_states(config)
-    setattr(getattr(config, part), name, value)
-    with pytest.raises(ValueError, match="hypic links states with"):
-        check_states(config)
-
-
 @pytest.mark.parametrize("width", [64, 128])
 def test_a_dense_transition_is_heard_from_vllms_scan(width: int) -> None:
     """Against the product of single tokens; its inputs are in bfloat16."""
@@ -344,7 +299,6 @@ def test_a_dense_transition_is_heard_from_vllms_scan(width: int) -> None:
 
 def test_a_dense_transition_is_heard_from_a_scan_as_gpus_have_it() -> None:
     """Without a GPU: a plain twin of its scan, with states [V, K], and fewer value channels than key channels."""
-    pytest.importorskip("vllm")
     from comb_serving.vllm.linking.states import DenseLayer
 
     def scan(*, q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, initial_state: Tensor, **_: Any) -> Any:
