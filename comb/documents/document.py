@@ -36,17 +36,18 @@ class Document:
     def __post_init__(self) -> None:
         if (self.text is None) == (self.token_ids is None):
             raise ValueError(f"a document needs either text or token_ids, exactly one of them (id={self.id!r})")
-        if not isinstance(self.text, str | None):
-            raise ValueError(f"a document's text is a str, not {type(self.text).__name__} (id={self.id!r})")
+        for name in ("id", "title", "text"):
+            if not isinstance(value := getattr(self, name), str | None):
+                raise ValueError(f"a document's {name} is a str, not {type(value).__name__} (id={self.id!r})")
         if self.text is not None and not self.text.strip():
             raise ValueError(f"empty document (id={self.id!r}): give it some text or leave it out")
         if self.token_ids is not None:
-            if len(self.token_ids) == 0:
-                raise ValueError(f"empty document (id={self.id!r}): token_ids has no element")
             try:
                 object.__setattr__(self, "token_ids", tuple(map(operator.index, self.token_ids)))
             except TypeError as error:
                 raise ValueError(f"a document's token_ids are one row of integers (id={self.id!r}): {error}") from error
+            if not self.token_ids:
+                raise ValueError(f"empty document (id={self.id!r}): token_ids has no element")
 
     def name(self, key: str) -> str:
         """What reports and the catalog call it: its id, or, where it has none, after its content key."""
@@ -68,9 +69,6 @@ def as_document(item: DocumentLike) -> Document:
     known = [each.name for each in fields(Document)]
     if foreign := [name for name in item if name not in known]:
         raise ValueError(f"a document has {', '.join(known)}, no {foreign[0]!r}")
-    for name in ("id", "title"):
-        if not isinstance(item.get(name), str | None):
-            raise ValueError(f"a document's {name} is a str, not {type(item[name]).__name__}")
     if item.keys() <= {"id", "title"}:
         raise ValueError(f"a document without text: {dict(item)!r:.80} (ids of add_documents go into document_ids=)")
     return Document(**item)

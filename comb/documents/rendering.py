@@ -250,12 +250,16 @@ def _forms(tokenizer: Any, template: str) -> tuple[bool, bool]:
 # ---- tokens ----
 
 
-def encoded(tokenizer: Any, text: str, **options: Any) -> list[int]:
-    """Token ids of a text, without those that a tokenizer adds. Raises ValueError for what is no Unicode."""
+def _check_unicode(text: str) -> None:
     try:
         text.encode()
     except UnicodeEncodeError as error:
         raise ValueError(f"text holds half of a surrogate pair, at character {error.start}: {error}") from error
+
+
+def encoded(tokenizer: Any, text: str, **options: Any) -> list[int]:
+    """Token ids of a text, without those that a tokenizer adds. Raises ValueError for what is no Unicode."""
+    _check_unicode(text)
     with lock_of(tokenizer):
         return list(tokenizer.encode(text, add_special_tokens=False, **options))
 
@@ -293,6 +297,7 @@ def token_blocks(tokenizer: Any, rendered: Rendered) -> list[int | Reference]:
     if not rendered.slots:
         return [*(encoded(tokenizer, text) if ids is None else ids)]
     if ids is None and getattr(tokenizer, "is_fast", False):
+        _check_unicode(text)
         with lock_of(tokenizer):
             found = tokenizer(text, add_special_tokens=False, return_offsets_mapping=True)
         ids, offsets = found["input_ids"], found["offset_mapping"]

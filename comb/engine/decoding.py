@@ -23,6 +23,9 @@ from comb.engine.report import Answer, Report
 logger = logging.getLogger(__name__)
 
 _SAMPLING = ("temperature", "top_k", "top_p", "min_p", "top_h", "typical_p", "epsilon_cutoff", "eta_cutoff")
+_PROMPT = ("inputs", "input_ids", "inputs_embeds", "attention_mask", "position_ids", "past_key_values", "cache_params",
+           "token_healing")  # fmt: skip
+"""Arguments of ``generate`` that say or change what the prompt is."""
 _BYTE = re.compile("<0x[0-9A-F]{2}>")
 """A SentencePiece token of one byte. A run of them that isn't UTF-8 is written as replacement characters throughout."""
 _CLOSES_UP = re.compile(r"[ '].{0,4}\Z", re.DOTALL)
@@ -36,13 +39,16 @@ def decoding_settings(arguments: Mapping[str, Any], backbone: Any, tokenizer: An
     The end token is the backbone's ``generation_config``'s, else the tokenizer's.
 
     Raises:
-        ValueError: max_new_tokens below 1, a negative temperature, or more than one answer per question.
+        ValueError: max_new_tokens below 1, a negative temperature, more than one answer per question, or another prompt
+            than question and documents.
     """
     settings = dict(arguments)
     given = settings.pop("generation_config", None)
     if given is not None:
         whole = {key: value for key, value in given.to_diff_dict().items() if key != "transformers_version"}
         settings = {**whole, **settings}
+    if other := [name for name in _PROMPT if settings.get(name) is not None and settings[name] is not False]:
+        raise ValueError(f"question and documents are the prompt: leave {other[0]} out, or call the model's generate()")
     count, sequences = settings.get("max_new_tokens"), settings.get("num_return_sequences")
     if count is not None and (isinstance(count, bool) or not isinstance(count, int) or count < 1):
         raise ValueError(f"max_new_tokens must be an integer of at least 1, got {count!r}")
@@ -85,7 +91,10 @@ def with_length(settings: Mapping[str, Any], backbone: Any, prompt_tokens: int, 
     """
     wanted = settings.get("max_new_tokens")
     room = None if limit is None else limit - prompt_tokens
-    if wanted is None and settings.get("max_length") is not None:
+    length = settings.get("max_length")
+    if wanted is None and length is not None:
+        if limit is not None and length > limit:
+            raise ValueError(f"max_length={length}, and the backbone has {limit} positions: ask for at most so many")
         return dict(settings)
     if wanted is not None and room is not None and wanted > room:
         raise ValueError(

@@ -191,8 +191,8 @@ class DecodeState:
                         f"generate({name}=...) doesn't go on from a linked cache as plain decoding does, so the answer "
                         "would be another one: leave it out, or use method='full'"
                     )
-            # without it, or with a kind of cache of its own, `generate` would not go on from the one it is given
-            generate_kwargs |= {"use_cache": True, "cache_implementation": None}
+            # with a kind of cache of its own `generate` would not go on from the one it is given
+            generate_kwargs["cache_implementation"] = None
             # `generate` copies the prompt's tokens for every beam, but not a cache that it was given
             names = ("num_beams", "num_return_sequences")
             copies = max(int(self._setting(name, generate_kwargs) or 1) for name in names)
@@ -200,6 +200,9 @@ class DecodeState:
                 repeat_rows(past, copies)
         if self.documents is not None:
             generate_kwargs |= {"documents": self.documents, "prefix_tokens": self.prefix_tokens}
+        if past is not None or self.prefix_tokens is not None:
+            # `generate` takes chunks of the whole prompt, also behind a cache that holds it (transformers 5.19)
+            generate_kwargs |= {"use_cache": True, "prefill_chunk_size": None}
         self._check_crossing(generate_kwargs)
         with exclusive(self.model), generating_behind(self.model, past):
             settle(backbone_of(self.model), self.input_ids.shape[1])

@@ -108,7 +108,8 @@ def test_autocast_and_inference_mode_of_the_caller_change_nothing() -> None:
 
 
 @pytest.mark.parametrize("spec", CACHED)
-@pytest.mark.parametrize("settings", [{"use_cache": False}, {"cache_implementation": "static"}, {"num_beams": 3}])
+@pytest.mark.parametrize("settings", [{"use_cache": False}, {"cache_implementation": "static"}, {"num_beams": 3},
+                                      {"prefill_chunk_size": 2}])  # fmt: skip
 def test_generation_settings_of_the_model_hold_as_with_full(spec: str, settings: dict[str, Any]) -> None:
     model = tiny("llama", std=0.15)
     expected = answer(link(model, spec), **({"num_beams": 3} if "num_beams" in settings else {}))
