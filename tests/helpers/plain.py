@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
 
@@ -13,8 +13,15 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from comb import methods
 from comb.documents.document import Document, Prompt, PromptBuilder
 from comb_training.nano import CHECKPOINT
+from tests.helpers.engines import answer
 
 Texts = Sequence[str | Document]
+
+
+def logs(output: Any) -> list[float]:
+    """Log-probabilities of the tokens that vLLM has answered with."""
+    found: list[float] = answer(output)[1]
+    return found
 
 
 @dataclass
@@ -37,14 +44,15 @@ class PlainLibrary:
     def completion(self, text: str, texts: Texts = ()) -> Prompt:
         return self.builder.complete(text, [self.builder.segment(each) for each in texts])
 
-    def logs(self, prompt: Prompt, method: str, tokens: int) -> list[float]:
-        """Log-probabilities of the tokens of a greedy answer that no end stops."""
+    def logs(self, prompt: Prompt, method: str, tokens: int, compiled_by: PlainLibrary | None = None) -> list[float]:
+        """Log-probabilities of the tokens of a greedy answer that no end stops; over another model's documents."""
         made = methods.create(method, self.model)
+        source = made if compiled_by is None else methods.create(method, compiled_by.model)
+        compiled = source.compile([list(segment) for segment in prompt.segments])
+        if compiled_by is not None:
+            compiled = [replace(each, fingerprint=made.fingerprint) for each in compiled]  # else they are refused
         gaps = [list(gap) for gap in prompt.gaps] or None
-        state = made.link(
-            made.compile([list(segment) for segment in prompt.segments]), list(prompt.tail),
-            head_ids=list(prompt.head), gaps=gaps,
-        )  # fmt: skip
+        state = made.link(compiled, list(prompt.tail), head_ids=list(prompt.head), gaps=gaps)
         ids, logits = state.generate_with_logits(
             max_new_tokens=tokens, do_sample=False, eos_token_id=[], pad_token_id=0
         )

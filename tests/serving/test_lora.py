@@ -5,13 +5,11 @@ from __future__ import annotations
 import asyncio
 import random
 from collections.abc import Iterator
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from comb import methods
 from comb.documents.catalog import KeyedSegment
 from comb.documents.found import SegmentFinder, with_segments
 from comb_serving.encoding.compiler import Loras
@@ -19,7 +17,7 @@ from comb_training.nano import CHECKPOINT
 from tests.helpers.chunks import passage
 from tests.helpers.engines import SMALL
 from tests.helpers.loras import RANK, make_lora
-from tests.helpers.plain import PlainLibrary
+from tests.helpers.plain import PlainLibrary, logs
 from tests.helpers.processes import wait_for
 from tests.helpers.served import logprobs as served_logprobs
 from tests.helpers.served import serve
@@ -70,23 +68,10 @@ def ask(llm: LLM, libraries: dict[str, PlainLibrary], names: list[str], texts: A
                     lora_request=loras, **more)  # fmt: skip
 
 
-def logs(answer: Any) -> list[float]:
-    (found,) = answer.outputs
-    return [step[token].logprob for step, token in zip(found.logprobs, found.token_ids, strict=True)]
-
-
 def expected(libraries: dict[str, PlainLibrary], name: str, rule: str, *, shared: bool, texts: Any = TEXTS) -> Any:
     """What the library says with a LoRA merged, over documents compiled with it or without."""
     library = libraries[name]
-    prompt = library.chat(QUESTION, texts)
-    made = methods.create(rule, library.model)
-    source = methods.create(rule, libraries[""].model) if shared else made
-    compiled = source.compile([list(segment) for segment in prompt.segments])
-    compiled = [replace(each, fingerprint=made.fingerprint) for each in compiled]  # which the library would refuse
-    state = made.link(compiled, list(prompt.tail), head_ids=list(prompt.head), gaps=[list(gap) for gap in prompt.gaps])
-    ids, logits = state.generate_with_logits(max_new_tokens=8, do_sample=False, eos_token_id=[], pad_token_id=0)
-    found = logits.float().log_softmax(-1)
-    return [step[token].item() for step, token in zip(found, ids, strict=True)]
+    return library.logs(library.chat(QUESTION, texts), rule, 8, libraries[""] if shared else None)
 
 
 @pytest.mark.parametrize("rule", RULES)

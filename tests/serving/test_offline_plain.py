@@ -10,7 +10,7 @@ import pytest
 
 from comb_training.nano import CHECKPOINT
 from tests.helpers.engines import SMALL
-from tests.helpers.plain import PlainLibrary
+from tests.helpers.plain import PlainLibrary, logs
 from tests.helpers.processes import wait_for
 
 LLM: Any = pytest.importorskip("comb_serving.offline", reason="needs vllm", exc_type=ImportError).LLM
@@ -40,11 +40,6 @@ def ask(llm: LLM, lists: Any, **more: Any) -> list[Any]:
     return llm.chat([QUESTION] * len(lists), parameters, documents=lists, use_tqdm=False, **more)
 
 
-def logs(answer: Any) -> list[float]:
-    (found,) = answer.outputs
-    return [step[token].logprob for step, token in zip(found.logprobs, found.token_ids, strict=True)]
-
-
 def states(answer: Any) -> list[str]:
     return [document["state"] for document in answer.comb["documents"]]
 
@@ -57,9 +52,7 @@ def test_answers_are_the_librarys(llm: LLM, library: PlainLibrary, method: str |
         assert logs(answer) == pytest.approx(expected, abs=1e-4)
         assert answer.comb["method"] == (method or METHOD)
         assert ("linked_tokens" in answer.comb) == (used != "full")
-    manager = llm.preprocessor.manager
-    assert manager is not None
-    manager.check_integrity()
+    llm.preprocessor.manager.check_integrity()
 
 
 def test_weights_stay_what_documents_were_compiled_with(llm: LLM) -> None:
@@ -142,7 +135,6 @@ def test_no_argument_in_vllms_order_is_lost(llm: LLM) -> None:
 
 def test_what_has_no_place_is_computed_whole(llm: LLM, library: PlainLibrary) -> None:
     manager = llm.preprocessor.manager
-    assert manager is not None
     room = manager.layout.num_blocks * manager.layout.block_size
     day = "It was Monday, and it rained. "
     many = [f"{text} {number} {day}" for text in TEXTS for number in range(room // len(TEXTS) // 8)]
@@ -179,5 +171,4 @@ def test_what_cannot_be_served_says_so_and_holds_nothing(llm: LLM) -> None:
         LLM(CHECKPOINT, method=METHOD)
     (plain,) = llm.generate("A question", documents=None, use_tqdm=False)
     assert not hasattr(plain, "comb")
-    assert llm.preprocessor.manager is not None
     assert llm.preprocessor.manager.references == 0

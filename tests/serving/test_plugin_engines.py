@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +10,8 @@ import torch
 
 from comb.backbones.loading import resolve_name
 from tests.helpers.adapter_answers import ASKED, PROMPTS, answers_of_the_library, plain_answers
-from tests.helpers.engines import Served, answer, checkpoint, engine, served
+from tests.helpers.engines import Served, answer, engine, served
+from tests.helpers.loras import make_lora
 
 pytestmark = [pytest.mark.vllm, pytest.mark.usefixtures("plugin")]
 
@@ -25,10 +25,10 @@ def compiled_plain(plugin: None) -> list[Any]:
 
 @pytest.mark.slow
 def test_compiled_without_documents_it_is_plain_vllm_bit_for_bit_and_with_them_the_library(
-    compiled_plain: list[Any], tmp_path: Path
+    compiled_plain: list[Any], nano_comb: Any
 ) -> None:
     """With torch.compile, as GPUs run it."""
-    with served(tmp_path, checkpoint(tmp_path, "nano"), enforce_eager=False) as found:
+    with served(*nano_comb, enforce_eager=False) as found:
         assert not found.llm.llm_engine.vllm_config.model_config.enforce_eager
         assert plain_answers(found) == compiled_plain
         for (prompt, names), one in zip(ASKED, answers_of_the_library(found, 1e-3), strict=True):
@@ -36,41 +36,22 @@ def test_compiled_without_documents_it_is_plain_vllm_bit_for_bit_and_with_them_t
 
 
 @pytest.mark.slow
-def test_two_ranks_answer_as_the_library_does(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_two_ranks_answer_as_the_library_does(nano_comb: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """Tensor-parallel ranks, each a process with a pool of its own heads."""
     monkeypatch.setenv("VLLM_CPU_OMP_THREADS_BIND", "0|1")
-    with served(tmp_path, checkpoint(tmp_path, "nano"), tensor_parallel_size=2) as found:
+    with served(*nano_comb, tensor_parallel_size=2) as found:
         assert [pool.layout.kv_heads for pool in found.pools] == [1, 1]
         answers_of_the_library(found, 1e-3)
 
 
-def lora(folder: Path) -> Path:
-    """A LoRA of nano's attention, as peft saves one."""
-    from safetensors.torch import save_file
-    from transformers import AutoConfig
-
-    config = AutoConfig.from_pretrained(resolve_name("nano"))
-    draw = torch.Generator().manual_seed(7)
-    names = [f"base_model.model.model.layers.{layer}.self_attn.o_proj" for layer in range(config.num_hidden_layers)]
-    width = config.num_attention_heads * (
-        getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
-    )
-    parts = {f"{name}.lora_A.weight": torch.randn(4, width, generator=draw) for name in names}
-    parts |= {f"{name}.lora_B.weight": torch.randn(config.hidden_size, 4, generator=draw) for name in names}
-    folder.mkdir()
-    save_file(parts, folder / "adapter_model.safetensors")
-    written = {"peft_type": "LORA", "r": 4, "lora_alpha": 4, "target_modules": ["o_proj"], "bias": "none"}
-    (folder / "adapter_config.json").write_text(json.dumps(written))
-    return folder
-
-
-def test_documents_and_lora_in_one_batch(tmp_path: Path) -> None:
+def test_documents_and_lora_in_one_batch(nano_comb: Any, tmp_path: Path) -> None:
     from vllm.lora.request import LoRARequest
 
-    style = LoRARequest("style", 1, str(lora(tmp_path / "lora")))
+    make_lora(tmp_path / "lora", seed=7)
+    style = LoRARequest("style", 1, str(tmp_path / "lora"))
     # vLLM 0.32 on CPUs gives requests without a LoRA the one in the last place: that is left free here
     options = {"enable_lora": True, "max_lora_rank": 8, "max_loras": 2}
-    with served(tmp_path, checkpoint(tmp_path, "nano"), **options) as found:
+    with served(*nano_comb, **options) as found:
         asked = [(prompt, names, with_lora) for prompt, names in ASKED for with_lora in (None, style)]
 
         def ask(rows: list[Any]) -> list[Any]:
@@ -87,9 +68,9 @@ def test_documents_and_lora_in_one_batch(tmp_path: Path) -> None:
             assert (logs == pytest.approx(found.reference(prompt, names)[1], abs=1e-3)) is (with_lora is None)
 
 
-def test_answers_over_a_pool_in_fp8_are_near_the_librarys(tmp_path: Path) -> None:
+def test_answers_over_a_pool_in_fp8_are_near_the_librarys(nano_comb: Any) -> None:
     prompt = list(range(5, 25))
-    with served(tmp_path, checkpoint(tmp_path, "nano"), pool_dtype="fp8") as found:
+    with served(*nano_comb, pool_dtype="fp8") as found:
         (pool,) = found.pools
         assert pool.tensor.dtype == torch.float8_e4m3fn
         assert pool.layout.nbytes <= 2**20
