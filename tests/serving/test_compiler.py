@@ -144,12 +144,6 @@ async def test_what_every_worker_has_kept_comes_back(tiers: list[str | None], fo
     assert made.kept_bytes == {"host": 8, "disk": 4}
 
 
-def in_a_thread() -> asyncio.AbstractEventLoop:
-    loop = asyncio.new_event_loop()
-    threading.Thread(target=loop.run_forever, daemon=True).start()
-    return loop
-
-
 @pytest.mark.parametrize("error", [None, RuntimeError("dead"), KeyboardInterrupt()])
 def test_in_process_documents_are_compiled_by_the_thread_that_waits(error: BaseException | None) -> None:
     batches: list[list[DocumentPrompt]] = []
@@ -168,7 +162,8 @@ def test_in_process_documents_are_compiled_by_the_thread_that_waits(error: BaseE
         return ["host" if arguments[0] == "key20" else None]
 
     made = LocalCompiler(LAYOUT, NAIVE, SECRET, generate, ask_workers)
-    manager, loop = PICManager(LAYOUT, made), in_a_thread()
+    manager, loop = PICManager(LAYOUT, made), asyncio.new_event_loop()
+    threading.Thread(target=loop.run_forever, daemon=True).start()
     for turn in range(3):
         wanted = [WantedDocument(f"key{turn}{place}", (7, place)) for place in range(2)]
         found = asyncio.run_coroutine_threadsafe(manager.acquire(wanted), loop)
