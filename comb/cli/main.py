@@ -266,7 +266,7 @@ def ask(
     ) as engine:
         for _ in range(repeat):
             answer = engine.ask(question, documents=documents, encoder=encoder == "on", max_new_tokens=max_new_tokens)
-            console.print(answer.text, style="bold", markup=False, highlight=False, soft_wrap=True)
+            typer.secho(answer.text, bold=True)  # rich makes spaces of tabs
             console.print(f"[dim]{escape(str(answer.report))}[/]", soft_wrap=True)
         if engine.executor is not None:
             console.print(f"[dim]{escape(f'workers {workers}: {engine.executor.stats}')}[/]", soft_wrap=True)

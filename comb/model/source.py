@@ -89,8 +89,9 @@ def load_named(model: str, *, backbone: str | None = None, dtype: str = "auto", 
     """A model as a command line names it: an adapter with its backbone, or a plain causal language model.
 
     Raises:
-        ValueError: for a dtype that torch doesn't have, or a GPU where there is none.
+        ValueError: for a dtype that no model has, or a GPU where there is none.
     """
-    if dtype != "auto" and not isinstance(getattr(torch, dtype, None), torch.dtype):
+    found = getattr(torch, dtype, None)
+    if dtype != "auto" and not (isinstance(found, torch.dtype) and found.is_floating_point):
         raise ValueError(f"--dtype is auto, float32, bfloat16 or float16, not {dtype!r}")
     return ModelSource(model, {"backbone": backbone, "dtype": dtype}, named_device(device)).load()

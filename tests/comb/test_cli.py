@@ -72,7 +72,7 @@ def test_ask_compares_methods(adapter: Path, tmp_path: Path) -> None:
 
 
 def test_ask_prints_an_answer_as_it_is(adapter: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    text = f"[red] :key: {'long ' * 40}end"
+    text = f"[red]\t:key: {'long ' * 40}end"
     monkeypatch.setattr(PICEngine, "ask", lambda *_, **__: SimpleNamespace(text=text, report="report"))
     assert run("ask", adapter, "why?", "--max-new-tokens", 1).output.splitlines()[0] == text
 

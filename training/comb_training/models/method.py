@@ -40,6 +40,7 @@ class TrainingMethod(ABC):
         model = self.adapter.from_pretrained(
             resolve_name(config.model.init_from), dtype=dtype_of(config.model.dtype), **trained_options(config)
         )
+        check_backbone(config, model.config.backbone_name_or_path)
         model.requires_grad_(True).backbone.requires_grad_(False)
         return model
 
@@ -68,6 +69,15 @@ training_methods: Registry[type[TrainingMethod]] = Registry("training method", "
 def training_method(name: str) -> TrainingMethod:
     """The method called `name`. Raises ValueError naming the known ones."""
     return training_methods.get(name)()
+
+
+def check_backbone(config: Config, own: str) -> None:
+    """Raises ValueError unless `model.backbone` is that of `model.init_from`, which is what trains."""
+    name = config.model.backbone
+    if own not in (name, str(Path(name).resolve())):
+        raise ValueError(
+            f"model.backbone={name} can't change the adapter of model.init_from, which is on {own}: name that one"
+        )
 
 
 def trained_options(config: Config) -> dict[str, Any]:

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from comb.backbones.loading import HUB_ARGUMENTS, load_config
+from comb.backbones.loading import HUB_ARGUMENTS, backbone_of_adapter, load_config, resolve_name
 from comb.linktokens.front import LinkTokensConfig, key_values
 from comb.linktokens.modeling import LinkTokensForCausalLM
 from comb.model.modeling import CombForCausalLM
@@ -18,7 +18,7 @@ from comb_training.config import Config
 from comb_training.models import training_method
 from comb_training.models.comb import add_lora
 from comb_training.models.linktokens import starting_tokens
-from comb_training.models.method import dtype_of, shaping_options
+from comb_training.models.method import check_backbone, dtype_of, shaping_options
 
 Trained = CombForCausalLM | LinkTokensForCausalLM
 
@@ -90,6 +90,7 @@ def meta_model(config: Config) -> tuple[Trained, str | None]:
     settings, note = None, None
     if config.model.init_from is not None:
         settings = load_config(config.model.init_from, adapter.config_class)
+        check_backbone(config, backbone_of_adapter(settings, resolve_name(config.model.init_from)))
         backbone_config: Any = settings.backbone_config
     else:
         backbone_config, note = find_backbone_config(config)
