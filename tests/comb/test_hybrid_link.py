@@ -23,7 +23,6 @@ from comb.hybrid.picache import HybridPICache
 from comb.hybrid.probe import TransitionProbe
 from comb.hybrid.scans import listen
 from comb.hybrid.support import HybridSupport, find_hybrid_support, record, transition_of
-from comb.hybrid.transition import DenseTransition
 from comb.linking.cache import RoomyLayer
 from tests.helpers.hybrids import HYBRIDS, tiny_hybrid
 from tests.helpers.recurrences import dense_of, recurrence
@@ -56,12 +55,10 @@ def compiled(model: Any, segments: Sequence[list[int]], head: int, tail: int, **
         return [compile_segment(model, support, "f", s, head=head, tail=tail, **options) for s in segments]
 
 
-def linked(
-    model: Any, picaches: Sequence[HybridPICache], query: list[int] = QUERY, head: Sequence[int] = ()
-) -> LinkedPrompt:
-    fresh = [list(head), *([] for _ in picaches[1:]), query]
+def linked(model: Any, picaches: Sequence[HybridPICache], query: list[int] = QUERY, **options: Any) -> LinkedPrompt:
+    fresh = [*([] for _ in picaches), query]
     with exclusive(model):
-        return link_segments(model, find_hybrid_support(model), picaches, fresh)
+        return link_segments(model, find_hybrid_support(model), picaches, fresh, **options)
 
 
 def full_states(model: Any, token_ids: list[int]) -> dict[int, Tensor]:
@@ -124,7 +121,7 @@ def test_first_layer_states_are_exact_for_any_order(name: str, front: Sequence[i
         exact = full_states(model, prompt[:-1])
         layer = min(exact)
         assert error(states_in(model, linked(model, row).cache)[layer], exact[layer]) < EXACT
-        dropped = states_in(model, linked(model, [without_transitions(picache) for picache in row]).cache)
+        dropped = states_in(model, linked(model, row, compose=False).cache)
         assert error(dropped[layer], exact[layer]) > 1e3 * EXACT
 
 
@@ -146,18 +143,6 @@ def test_behind_its_primer_a_document_is_full_recompute(name: str) -> None:
     assert error(logits(model, "hypic:1", [A], head_ids=PRIMER), reference) > 20 * EXACT
     (leading,) = method.compile([A], leading=True)  # what stands at the start stands behind nothing
     assert error(method.link([leading], QUERY).logits, logits(model, "full", [A])) < EXACT
-
-
-def without_transitions(picache: HybridPICache) -> HybridPICache:
-    """States that are only added up, but behind proper seams."""
-
-    def identity(part: Any) -> Any:
-        if isinstance(part.transition, DenseTransition):
-            eye = torch.eye(part.transition.tensor.shape[-1]).expand_as(part.transition.tensor).clone()
-            return replace(part, transition=DenseTransition(eye))
-        return replace(part, transition=type(part.transition)(torch.zeros_like(part.transition.tensor)))
-
-    return replace(picache, linear={number: identity(part) for number, part in picache.linear.items()})
 
 
 KERNELS = {"qwen3_next": 4, "bamba": 4, "kimi_linear": 4, "jamba": 4, "minimax": 1}  # none is of one token

@@ -1,31 +1,215 @@
-"""Training-free methods where the surroundings change: weights, adapters, precision, threads, generation settings."""
+"""Linking where more is said: tokens chosen by the question, fronts, and surroundings that change."""
 
 from __future__ import annotations
 
+import copy
+from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import transformers as tf
 from torch import Tensor
+from transformers import DynamicCache
 
 from comb import methods
+from comb.backbones.forward import counted_passes
+from comb.backbones.tokenizer import PASSAGE
+from comb.engine.engine import PICEngine
 from comb.linking.support import find_support
+from comb.methods.linked import Linked, PromptLayout
+from tests.comb.test_linking import DOCUMENTS, FRONT, HEAD, QUERY, UNSEEN, error, link, model_of, spans_of
+from tests.helpers.byte_text import byte_llama, byte_tokenizer
 from tests.helpers.families import tiny
 
-_generator = torch.Generator().manual_seed(1)
-DOCUMENTS = [torch.randint(3, 120, (n,), generator=_generator).tolist() for n in (11, 7, 13)]
-QUERY = [90, 17, 33, 41, 12]
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+
+@pytest.mark.parametrize("family", UNSEEN)
+def test_attention_that_cannot_be_seen_is_refused(family: str) -> None:
+    with pytest.raises(ValueError, match=r"'focus' can't be used with this model: \w+ computes attention in its own"):
+        methods.create("focus", model_of(family))
+
+
+@pytest.mark.parametrize(
+    ("options", "seam"), [({}, 4), ({"front": [5, 6, 7]}, 0), ({"seam": 2, "front": [5, 6, 7]}, 2)]
+)
+def test_seams_come_first_where_documents_are_compiled_alone(options: dict[str, Any], seam: int) -> None:
+    chosen = []
+    for seams in ({}, {"seam": seam}, {"seam": 4 - seam}):
+        method = methods.create("focus:0.2", model_of("llama"), **{**options, **seams})
+        noted = recorded(method)
+        method.link(method.compile(DOCUMENTS), QUERY, head_ids=HEAD)
+        chosen += noted
+    assert chosen[0] == chosen[1]
+    assert (chosen[1] == chosen[2]) == (seam == 2)
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen3", "glm4", "deepseek_v3"])
+def test_the_chosen_are_those_that_the_query_looks_at(family: str) -> None:
+    """Against the weights that eager attention returns, over an ordinary cache with the naively linked documents."""
+    model = model_of(family)
+    spans, _, length = spans_of(DOCUMENTS, HEAD, QUERY)
+    paid = attention_of_query(model)
+    documents = torch.tensor([position for span in spans for position in range(span.start, span.end)])
+    seams = {position for span in spans for position in (span.start, span.start + 1)}
+    for seam, expected in ((0, {*documents[paid[documents].topk(8).indices].tolist()}), (2, seams)):
+        method = methods.create(f"focus:0.25,seam={seam}", model)
+        chosen = recorded(method)
+        state = method.link(method.compile(DOCUMENTS), QUERY, head_ids=HEAD)
+        assert state.recomputed == (8,)
+        assert {*chosen[0]} >= expected if seam else {*chosen[0]} == expected
+    assert paid[documents].topk(8).values[-1] > 1.001 * paid[documents].topk(9).values[-1]  # no close call decides
+    assert length == len(paid)
+
+
+def attention_of_query(model: Any) -> Tensor:
+    """Attention [N] by the query's tokens, over layers and heads, behind the naive method's cache of the documents."""
+    state = link(model, "naive", head=HEAD)
+    before = DynamicCache()
+    width = sum(map(len, (HEAD, *DOCUMENTS)))
+    for number, layer in enumerate(state.past_key_values.layers):
+        before.update(layer.keys[:, :, :width], layer.values[:, :, :width], number)
+    model.set_attn_implementation("eager")
+    try:
+        with torch.no_grad():
+            weights = model(input_ids=torch.tensor([QUERY]), past_key_values=before, output_attentions=True).attentions
+    finally:
+        model.set_attn_implementation("sdpa")
+    return torch.stack([layer.sum(dim=(0, 1, 2)) for layer in weights]).sum(0)
+
+
+def recorded(method: Any) -> list[list[int]]:
+    chosen: list[list[int]] = []
+    inner = method.rule.choose
+
+    def note(prompt: PromptLayout, **parameters: Any) -> list[int]:
+        chosen.append(inner(prompt, **parameters))
+        return chosen[-1]
+
+    method.rule = replace(method.rule, choose=note)
+    return chosen
+
+
+# ---- fronts: what is kept of them, what is exact, and where their tokens come from ----
+
+
+def primed(model: Any, spec: str = "primed", front: Any = FRONT) -> Any:
+    return methods.create(spec, model, front=front)
+
+
+def logits(method: Any, documents: Any = DOCUMENTS, **fresh: Any) -> torch.Tensor:
+    found: torch.Tensor = method.link(method.compile(documents), QUERY, **fresh).logits
+    return found
+
+
+@pytest.mark.parametrize(
+    ("spec", "given", "front"), [("primed", FRONT, FRONT), ("naive", "dummies:3", [1, 1, 1])], ids=["ids", "dummies"]
+)
+def test_a_segment_is_what_it_is_behind_the_front(spec: str, given: Any, front: list[int]) -> None:
+    model = model_of("llama")
+    method = primed(model, spec, given)
+    (picache,) = method.compile(DOCUMENTS[:1])
+    behind = DynamicCache()
+    with torch.no_grad():
+        model(input_ids=torch.tensor([[*front, *DOCUMENTS[0]]]), past_key_values=behind, use_cache=True)
+    assert torch.allclose(picache.keys[1], behind.layers[1].keys[0, :, len(front) :], atol=1e-6)
+    assert picache.num_tokens == len(DOCUMENTS[0])
+    # where the prompt really has the front in front, one document is exact
+    reference = logits(methods.create("full", model), DOCUMENTS[:1], head_ids=front)
+    assert error(logits(method, DOCUMENTS[:1], head_ids=front), reference) < 1e-4
+    assert error(logits(method, DOCUMENTS[:1], head_ids=HEAD), reference) > 1e-3
+
+
+def test_a_prompt_that_begins_with_a_document_has_its_own_sink() -> None:
+    model = model_of("llama")
+    method = primed(model)
+    picaches = method.compile(DOCUMENTS)
+    state = method.link(picaches, QUERY)
+    assert state.recomputed == (1,)
+    exact = DynamicCache()
+    with torch.no_grad():
+        model(input_ids=torch.tensor([[*DOCUMENTS[0], *DOCUMENTS[1]]]), past_key_values=exact, use_cache=True)
+    for layer in (0, 1):
+        own, right = state.past_key_values.layers[layer].keys[0], exact.layers[layer].keys[0]
+        assert torch.allclose(own[:, 0], right[:, 0], atol=1e-5)
+    assert not torch.allclose(own[:, 1], right[:, 1], atol=1e-3)
+    assert method.link(picaches, QUERY, head_ids=HEAD).recomputed == (0,)  # the head has it
+
+
+@pytest.mark.parametrize("spec", ["naive", "legolink:2", "attnlink:4", "cacheblend:0.3", "focus:0.3", "legolink-0"])
+def test_every_choice_of_tokens_takes_a_front_and_shares_its_documents(spec: str) -> None:
+    model = model_of("llama")
+    method, other = primed(model, spec), primed(model)
+    assert method.fingerprint == other.fingerprint
+    assert method.compile_name == other.compile_name == Linked.compile_name
+    method.link(other.compile(DOCUMENTS), QUERY, head_ids=HEAD)
+    with pytest.raises(ValueError, match="another model, dtype or method"):
+        method.link(methods.create(spec, model).compile(DOCUMENTS), QUERY)
+    with pytest.raises(ValueError, match="another model, dtype or method"):
+        method.link(primed(model, front=FRONT[1:]).compile(DOCUMENTS), QUERY)
+
+
+def test_without_a_front_nothing_changes() -> None:
+    model = model_of("llama")
+    assert methods.create("naive", model, front="none").fingerprint == methods.create("naive", model).fingerprint
+    off = methods.create("primed:3", model, front="none")
+    assert torch.equal(logits(off, head_ids=HEAD), logits(methods.create("legolink:3", model), head_ids=HEAD))
+
+
+def test_the_passage_is_tokenised_by_the_engine(tmp_path: Path) -> None:
+    model, tokenizer = byte_llama(max_position_embeddings=2048), byte_tokenizer()
+    engine = PICEngine(model, tokenizer, method="primed")
+    assert tokenizer.decode(engine.method.compiled_behind, skip_special_tokens=True).strip() == PASSAGE.strip()
+    # another process gets the ids
+    again = methods.create(engine.method.spec.name, model, **engine.method.spec.parameters)
+    assert again.fingerprint == engine.method.fingerprint
+    own = tmp_path / "front.txt"
+    own.write_text("One sentence of mine.")
+    mine = PICEngine(model, tokenizer, method=f"focus:0.2,front={own}")
+    assert tokenizer.decode(mine.method.compiled_behind, skip_special_tokens=True) == "One sentence of mine."
+    assert mine.ask("Who?", ["Ida lives in Rome."]).report.documents[0].state == "compiled"
+
+
+def test_errors_say_what_to_do(backbone: Any, tokenizer: Any, tmp_path: Path) -> None:
+    model = tiny("llama")
+    with pytest.raises(ValueError, match="no tokenizer beside its weights: give its token ids"):
+        methods.create("primed", model)
+    with pytest.raises(ValueError, match="primed:front has token ids below 128, got 128"):
+        primed(model, front=[1, 128])
+    with pytest.raises(ValueError, match="the front's 129 tokens take more than half of the 256 positions"):
+        primed(model, front=[5] * 129)
+    with pytest.raises(ValueError, match="the front's 33 tokens take more than half of the 32 positions"):
+        primed(tiny("dynamic_ntk"), front=[5] * 33)  # of its 256, so many that a segment may be compiled in
+    for wrong in (3, 0, 0.5, True, []):
+        with pytest.raises(ValueError, match="front is none, dummies:n, prose, a text file, token ids, adapter, or"):
+            primed(model, front=wrong)
+    empty = tmp_path / "empty.txt"
+    empty.write_text(" \n")
+    for front, said in ((empty, r"empty\.txt is empty"), (tmp_path / "none.txt", "no such file or folder")):
+        with pytest.raises(ValueError, match=said):
+            PICEngine(backbone, tokenizer, method=f"primed:front={front}")
+
+
+def test_the_front_is_computed_once_for_all_documents() -> None:
+    model = tiny("llama", std=0.15)
+    method = primed(model)
+    with counted_passes() as first:
+        before = method.compile(DOCUMENTS)
+    with counted_passes() as second:
+        primed(model, "focus:0.2").compile(DOCUMENTS)
+    documents = sum(map(len, DOCUMENTS))
+    assert (first.tokens, second.tokens) == (len(FRONT) + documents, documents)
+    with torch.no_grad():
+        model.get_input_embeddings().weight.mul_(1.5)
+    after = primed(model).compile(DOCUMENTS)
+    fresh = primed(copy.deepcopy(model)).compile(DOCUMENTS)
+    assert torch.equal(after[1].values[1], fresh[1].values[1])  # other weights, another front
+    assert not torch.allclose(after[1].values[1], before[1].values[1], atol=1e-3)
+
+
 CACHED = ("naive", "legolink:4", "cacheblend:1.0", "prefix")
-
-
-def link(model: Any, spec: str, documents: Any = DOCUMENTS, query: Any = QUERY) -> Any:
-    method = methods.create(spec, model)
-    return method.link(method.compile(documents), query)
-
-
-def error(left: Tensor, right: Tensor) -> float:
-    return float((left.float() - right.float()).abs().max() / right.float().abs().max())
 
 
 def answer(state: Any, **kwargs: Any) -> list[int]:
@@ -38,16 +222,9 @@ def answer(state: Any, **kwargs: Any) -> list[int]:
 
 def outlier_model(bias: float, channel: int) -> Any:
     """As Qwen2 and Qwen2.5: a key bias that makes one slowly turning channel much larger than all others."""
-    torch.manual_seed(0)
-    config = tf.Qwen2Config(
-        vocab_size=128, hidden_size=128, intermediate_size=128, num_hidden_layers=2, num_attention_heads=2,
-        num_key_value_heads=1, max_position_embeddings=2048,
-        rope_parameters={"rope_type": "default", "rope_theta": 1e6},
-    )  # fmt: skip
-    model = tf.Qwen2ForCausalLM(config).eval()
-    for parameter in model.parameters():
-        if parameter.ndim > 1:
-            torch.nn.init.normal_(parameter, std=0.15)
+    sizes = {"hidden_size": 128, "intermediate_size": 128, "num_attention_heads": 2, "num_key_value_heads": 1}
+    rope = {"rope_type": "default", "rope_theta": 1e6}
+    model = tiny("qwen2", std=0.15, **sizes, num_hidden_layers=2, rope_parameters=rope)
     for layer in model.model.layers:
         layer.self_attn.k_proj.bias.data[channel] = bias
     return model

@@ -68,10 +68,11 @@ def edit(folder: Path, **values: Any) -> None:
             r"has 1 weight \(model\.layers\.0\.self_attn\.q_proj\.bias\) that LlamaForCausalLM .* doesn't have",
         ),
         (lambda f: change(f, **{"model.layers.0.self_attn.q_norm.weight": torch.ones(8)}), r"q_norm.*another model"),
+        (lambda f: (f / "generation_config.json").write_text("{"), r"generation_config\.json is damaged"),
     ],
-    ids=["missing", "head", "shape", "config size", "fewer layers", "more layers", "bias", "norm"],
+    ids=["missing", "head", "shape", "config size", "fewer layers", "more layers", "bias", "norm", "generation"],
 )  # fmt: skip
-def test_a_checkpoint_is_whole_or_refused(folder: Path, damage: Callable[[Path], None], message: str) -> None:
+def test_a_checkpoint_is_whole_or_refused(folder: Path, damage: Callable[[Path], object], message: str) -> None:
     assert load_backbone(folder) is not None
     damage(folder)
     with pytest.raises(ValueError, match=message):
@@ -116,12 +117,6 @@ def test_shards_and_old_files_are_whole_or_refused(folder: Path) -> None:
     (folder / "model.safetensors.index.json").unlink()
     torch.save({n: t for n, t in byte_llama().state_dict().items() if n != UP}, folder / "pytorch_model.bin")
     with pytest.raises(ValueError, match=rf"lacks 1 weight \({UP}\)"):
-        load_backbone(folder)
-
-
-def test_generation_settings_that_are_damaged_are_not_left_out(folder: Path) -> None:
-    (folder / "generation_config.json").write_text("{")
-    with pytest.raises(ValueError, match=r"generation_config\.json is damaged"):
         load_backbone(folder)
 
 

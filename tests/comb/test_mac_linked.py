@@ -164,17 +164,13 @@ def test_sweeps_tables_and_plot(tmp_path: Path) -> None:
     json.dumps(points)
 
 
-def setting() -> Setting:
-    tokenizer = byte_tokenizer()
-    return Setting(strong_llama().backbone, tokenizer, PromptBuilder(tokenizer))
-
-
 def test_quality_compares_with_exact_answers() -> None:
     examples = tuple(Example((Document(f"fact {n} is here"),), f"what is {n}?", f"fact {n}") for n in range(2))
-    free = MacConfig(window=16, band=4, tau=0.0, min_length=0, audit_every=4, audit_bound=None)
-    free = free.uncapped()
+    free = replace(FREE, audit_every=4)
     configs = {"never": replace(free, tau=1.0), "free": free}
-    results = list(measure_quality(setting(), "made up", examples, configs, 16))
+    model, tokenizer = strong_llama().backbone, byte_tokenizer()
+    setting = Setting(model, tokenizer, PromptBuilder(tokenizer))
+    results = list(measure_quality(setting, "made up", examples, configs, 16))
     by_name = {row["name"]: row for row in results}
     assert by_name["exact"]["same"] == by_name["never"]["same"] == 1.0
     assert by_name["exact"]["hit_rate"] is None
@@ -185,7 +181,7 @@ def test_quality_compares_with_exact_answers() -> None:
     assert by_name["free"]["hit_rate"] is not None
     assert by_name["free"]["hit_rate"] > 0.5
     layers = by_name["free"]["layers"]  # the mean of all is that of the layers, which were searched alike
-    assert len(layers) == setting().model.config.num_hidden_layers
+    assert len(layers) == model.config.num_hidden_layers
     assert sum(layer["hit_rate"] for layer in layers) / len(layers) == pytest.approx(by_name["free"]["hit_rate"])
     assert len(tables(results)[1].lines()) == 3
 

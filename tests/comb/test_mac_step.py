@@ -131,6 +131,10 @@ def test_any_split_merges_to_the_whole(cuts: list[int], seed: int) -> None:
     whole = attend(query, keys, values, 0.4)
     assert error(o, whole[0]) < 1e-13
     assert error(lse, whole[1]) < 1e-13
+    nothing = attend_range(query, keys, values, 3, 3, 0.4)
+    for o, lse in (nothing, merge(*nothing, *nothing)):
+        assert bool((o == 0).all())
+        assert bool((lse == EMPTY).all())
 
 
 # --- M6: the match --------------------------------------------------------------------------------------------------
@@ -150,10 +154,8 @@ def ring(config: MacConfig, positions: list[int], queries: list[float], **values
     return state
 
 
-def found(state: MacState, config: MacConfig, m: int, x: float = 0.0) -> int:
-    query = torch.zeros(1, 1, 2, dtype=torch.float64)
-    query[0, 0, 0] = x
-    return int(find_match(state, query, torch.tensor([m]), config).pos)
+def found(state: MacState, config: MacConfig, m: int) -> int:
+    return int(find_match(state, torch.zeros(1, 1, 2, dtype=torch.float64), torch.tensor([m]), config).pos)
 
 
 def test_match_takes_the_nearest_and_the_older_of_two() -> None:

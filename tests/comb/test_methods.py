@@ -50,8 +50,8 @@ def plain_logits(model: Any, documents: list[list[int]]) -> torch.Tensor:
         return model(flat(documents)).logits[:, -1].float()
 
 
-def plain_tokens(model: Any, documents: list[list[int]], count: int = 8) -> torch.Tensor:
-    return model.generate(flat(documents), max_new_tokens=count, do_sample=False)
+def plain_tokens(model: Any, documents: list[list[int]]) -> torch.Tensor:
+    return model.generate(flat(documents), max_new_tokens=8, do_sample=False)
 
 
 def test_a_method_is_one_class_and_its_parameters_come_from_the_spec() -> None:

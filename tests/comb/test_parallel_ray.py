@@ -16,9 +16,10 @@ from comb.engine.engine import PICEngine
 from comb.engine.workers import CompileExecutor, Deadline
 from comb.methods.base import Method
 from comb.model.source import ModelSource
-from tests.comb.test_parallel import FAULTY, SEGMENTS, alone, counted, same
+from tests.comb.test_parallel import FAULTY, SEGMENTS, alone, counted
 from tests.helpers.parallel_faults import Fragile
 from tests.helpers.processes import wait_for
+from tests.helpers.stores import same
 from tests.helpers.tiny_engine import CITY, LAKE, NEW, QUESTION
 
 ray: Any = pytest.importorskip("ray")

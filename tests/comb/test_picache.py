@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -34,22 +33,16 @@ from tests.helpers.stores import same, with_metadata
 DTYPES = [torch.float32, torch.float16, torch.bfloat16, torch.int8, torch.float8_e4m3fn, torch.float8_e5m2]
 
 
-def random_tensor(*shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
-    return (torch.rand(shape, generator=torch.Generator().manual_seed(sum(shape))) * 50).to(dtype)
+def random_tensor(*shape: int) -> torch.Tensor:
+    return torch.rand(shape, generator=torch.Generator().manual_seed(sum(shape))) * 50
 
 
-def cross(tokens: int = 5, dtype: torch.dtype = torch.float32) -> CrossPICache:
-    return CrossPICache("fp", random_tensor(2, tokens, 2, 4, dtype=dtype), random_tensor(2, tokens, 2, 4, dtype=dtype))
-
-
-def decoder(tokens: int = 3) -> DecoderPICache:
-    keys = (random_tensor(1, tokens, 6), random_tensor(2, tokens, 4))
-    values = (random_tensor(1, tokens, 5), random_tensor(2, tokens, 4))  # MLA-like: other head_dim than the keys
-    return DecoderPICache("fp", keys, values)
-
-
-def tokens(*ids: int) -> TokenPICache:
-    return TokenPICache("fp", torch.tensor(ids, dtype=torch.int64))
+BUFFER = random_tensor(2, 8, 2, 4)
+# as of latent attention: values of another width than their keys
+DECODER = DecoderPICache(
+    "fp", (random_tensor(1, 3, 6), random_tensor(2, 3, 4)), (random_tensor(1, 3, 5), random_tensor(2, 3, 4))
+)
+CONTENT = serialize(DECODER, "key")
 
 
 # ---- types ----
@@ -127,15 +120,12 @@ def test_key_refuses_what_are_no_token_ids(ids: list[object]) -> None:
 # ---- files ----
 
 
-BUFFER = random_tensor(2, 8, 2, 4)
-
-
 @pytest.mark.parametrize(
     "pic",
     [
-        *(cross(dtype=dtype) for dtype in DTYPES),
-        decoder(),
-        tokens(5, 6),
+        *(CrossPICache("fp", BUFFER.to(dtype), BUFFER.flip(1).to(dtype)) for dtype in DTYPES),
+        DECODER,
+        TokenPICache("fp", torch.tensor([5, 6])),
         DecoderPICache("fp", (torch.zeros(1, 2, 3),) * 12, (torch.ones(1, 2, 3),) * 12),
         CrossPICache("fp", BUFFER[:, ::2], BUFFER[:, 1::2]),  # views of one buffer
         CrossPICache("fp", BUFFER, BUFFER),
@@ -166,30 +156,23 @@ def test_every_kind_and_dtype_comes_back(pic: PICache) -> None:
 )
 def test_unusable_files_say_why(damage: Callable[[bytes], bytes], message: str) -> None:
     with pytest.raises(PICacheError, match=message):
-        deserialize(damage(serialize(tokens(1, 2, 3), "key")), "key")
-
-
-@cache
-def sample() -> tuple[PICache, bytes]:
-    pic = decoder()
-    return pic, serialize(pic, "key")
+        deserialize(damage(serialize(TokenPICache("fp", torch.tensor([1, 2, 3])), "key")), "key")
 
 
 @settings(max_examples=550, deadline=None)
 @given(st.data(), st.booleans() | st.just(False))
 def test_any_changed_byte_and_any_cut_is_noticed_or_harmless(data: st.DataObject, cut: bool) -> None:
-    pic, content = sample()
-    offset = data.draw(st.integers(0, len(content) - 1))
+    offset = data.draw(st.integers(0, len(CONTENT) - 1))
     if cut:
         with pytest.raises(PICacheError):
-            deserialize(content[:offset], "key")
+            deserialize(CONTENT[:offset], "key")
         return
-    changed = content[:offset] + bytes([data.draw(st.integers(0, 255))]) + content[offset + 1 :]
+    changed = CONTENT[:offset] + bytes([data.draw(st.integers(0, 255))]) + CONTENT[offset + 1 :]
     try:
         loaded = deserialize(changed, "key")
     except PICacheError:
         return
-    assert same([pic], [loaded])
+    assert same([DECODER], [loaded])
 
 
 def test_a_new_kind_is_one_class_and_one_registration() -> None:
@@ -209,12 +192,6 @@ def test_a_new_kind_is_one_class_and_one_registration() -> None:
 DOCUMENTS = [list(range(3, 14)), list(range(50, 61))]
 QUERY = [90, 17, 33]
 TOKENS = 60
-
-
-def wide(dtype: torch.dtype, head_dim: int = 64) -> DecoderPICache:
-    generator = torch.Generator().manual_seed(0)
-    tensors = [torch.randn(2, TOKENS, head_dim, generator=generator).to(dtype) for _ in range(6)]
-    return DecoderPICache("fp", tuple(tensors[:3]), tuple(tensors[3:]), torch.arange(TOKENS))
 
 
 @pytest.mark.parametrize("scheme", ["int8", "fp8"])
@@ -283,10 +260,12 @@ def test_extremes(scheme: str) -> None:
 
 @pytest.mark.parametrize("scheme", SCHEMES)
 def test_bytes_shrink_and_the_disk_keeps_them(scheme: str) -> None:
+    numbers = torch.randn(6, 2, TOKENS, 64, generator=torch.Generator().manual_seed(0))
     for dtype, share in ((torch.bfloat16, 0.53), (torch.float32, 0.27)):
-        picache, share = wide(dtype), share * (0.6 if scheme == "int4" else 1)
+        keys, values = numbers.to(dtype).chunk(2)
+        picache = DecoderPICache("fp", tuple(keys), tuple(values), torch.arange(TOKENS))
         small = quantize_picache(picache, scheme, "fp/q")
-        assert small.nbytes < share * picache.nbytes
+        assert small.nbytes < share * (0.6 if scheme == "int4" else 1) * picache.nbytes
         again = small.dequantize("fp").tensors()
         pairs = [(again[n].double(), t.double()) for n, t in picache.tensors().items() if t.is_floating_point()]
         error = sum((a - b).square().sum() for a, b in pairs) / sum(b.square().sum() for _, b in pairs)
@@ -294,19 +273,12 @@ def test_bytes_shrink_and_the_disk_keeps_them(scheme: str) -> None:
         assert {small.data[name].dtype for name in small.scales} == {SCHEMES[scheme][0]}
         assert (small.num_tokens, small.inner) == (TOKENS, "decoder")
         loaded = deserialize(serialize(small, "k"), "k")
+        assert same([loaded], [small])
         assert isinstance(loaded, QuantizedPICache)
-        assert all(
-            torch.equal(loaded.tensors()[n].view(torch.uint8), t.contiguous().view(torch.uint8))
-            for n, t in small.tensors().items()
-        )
         opened = loaded.dequantize("fp")
         assert isinstance(opened, DecoderPICache)
         assert opened.keys[0].dtype == dtype
         assert torch.equal(opened.token_ids, picache.token_ids)  # type: ignore[arg-type]
-    data = bytearray(serialize(small, "k"))
-    data[-1] ^= 1
-    with pytest.raises(PICacheError):
-        deserialize(bytes(data), "k")
 
 
 @pytest.mark.parametrize("name", [name for name in methods.names() if not methods.get(name).unquantizable])

@@ -56,7 +56,7 @@ def sdpa(module: Any, query: Tensor, keys: Tensor, values: Tensor, mask: Tensor,
 
 
 def call_of(
-    positions: list[int], window: int | None, dtype: torch.dtype, *, batch: int = 1, heads: int = 6, shared: int = 2
+    positions: list[int], window: int | None, dtype: torch.dtype, *, batch: int = 1
 ) -> tuple[ScatteredRows, AttentionCall]:
     rows = ScatteredRows(positions[-1] + 5, torch.tensor(positions))
     draw = torch.Generator().manual_seed(2)
@@ -65,7 +65,7 @@ def call_of(
         return torch.randn(batch, *shape, 16, generator=draw, dtype=dtype)
 
     mask = Masks((("all", window),), False).build(rows, tiny("llama"))
-    query, keys, values = noise(heads, len(positions)), noise(shared, rows.visible), noise(shared, rows.visible)
+    query, keys, values = noise(6, len(positions)), noise(2, rows.visible), noise(2, rows.visible)
     return rows, AttentionCall(sdpa, torch.nn.Identity(), query, keys, values, mask, 0.3, 0.0, {})
 
 
