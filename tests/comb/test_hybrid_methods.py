@@ -2,25 +2,24 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import transformers as tf
 
-from comb import CombForCausalLM, PICEngine, methods
+from comb import CombForCausalLM, methods
 from comb.bench.drift import drift_of, exact_states
-from comb.cache.picache import PICacheError, deserialize, serialize
-from comb.cache.store import PICacheStore
+from comb.cache.picache import deserialize, serialize
 from comb.cli.info import describe, describe_hybrid
 from comb.hybrid.picache import HybridPICache
 from comb.methods.base import LinkRequest
 from tests.comb.test_hybrid_link import EXACT, PRIMER, QUERY, A, B, C, error, ids, logits, model_of
-from tests.helpers.byte_text import byte_tokenizer
 from tests.helpers.families import open_gates, tiny
-from tests.helpers.hybrids import BASE, GDN, HYBRIDS, MAMBA2, slow_decays, tiny_hybrid
+from tests.helpers.hybrids import BASE, GDN, HYBRIDS, MAMBA2, tiny_hybrid
+from tests.helpers.hybrids import text_model as text_model
 from tests.helpers.ring_model import tiny_ring
+from tests.helpers.stores import same
 
 # ---- the methods ----
 
@@ -150,25 +149,6 @@ def test_compact_storage() -> None:
 # ---- what is refused ----
 
 
-def test_bad_parameters() -> None:
-    model = model_of("bamba")
-    for spec, message in {
-        "hypic:-1": "w is a number of tokens",
-        "hypic:head=1.5": "head is a number of tokens",
-        "hypic:tail=true": "tail is a number of tokens",
-        "hypic:mode=magic": "mode is one of addition, transition, rotation, seam",
-        "hypic:storage=bfloat16": "storage is one of float32, float16",
-        "hypic:k=3": "no parameter k",
-        "addition:mode=seam": "mode",
-        "addition:rotate=1": "rotate is true or false",
-        "hypic:compose=1": "compose is true or false",
-        "hypic:front=prose": "no tokenizer beside its weights",
-        "hypic:quantize=int8": "can't be quantised",
-    }.items():
-        with pytest.raises((ValueError, TypeError), match=message):
-            methods.create(spec, model)
-
-
 def test_a_primer_needs_a_seam_and_has_picaches_of_its_own() -> None:
     model = model_of("bamba")
     for spec in ("hypic:mode=rotation", "addition"):
@@ -253,18 +233,10 @@ def test_damaged_weights_give_no_picache() -> None:
 def test_files_hold_everything(name: str) -> None:
     method = methods.create("hypic", model_of(name), front=PRIMER)
     (picache,) = method.compile([A])
-    data = serialize(picache, "k")
-    again = deserialize(data, "k")
-    assert isinstance(again, HybridPICache)
-    before, after = picache.tensors(), again.tensors()
-    assert before.keys() == after.keys()
-    assert all(torch.equal(before[key], after[key]) for key in before)
+    again = deserialize(serialize(picache, "k"), "k")
+    assert same([again], [picache])
     assert torch.equal(method.link([again], QUERY).logits, method.link([picache], QUERY).logits)
     assert picache.standalone().nbytes == picache.nbytes
-    damaged = bytearray(data)
-    damaged[-9] ^= 64
-    with pytest.raises(PICacheError):
-        deserialize(bytes(damaged), "k")
 
 
 def test_picaches_from_before_primers_stood_behind_nothing() -> None:
@@ -282,42 +254,6 @@ def test_states_are_checked_when_they_are_loaded(part: str, value: float) -> Non
     tensors[part].view(-1)[0] = value
     with pytest.raises(ValueError, match="compile the document again"):
         HybridPICache.from_tensors("f", tensors)
-
-
-def text_model(family: str) -> tuple[Any, Any]:
-    tokenizer = byte_tokenizer()
-    torch.manual_seed(0)
-    config = HYBRIDS[family]()
-    config.vocab_size = len(tokenizer)
-    return slow_decays(tf.AutoModelForCausalLM.from_config(config).eval()), tokenizer
-
-
-@pytest.mark.parametrize("family", ["qwen3_next", "bamba", "minimax"])
-def test_the_engine(family: str, tmp_path: Path) -> None:
-    model, tokenizer = text_model(family)
-    documents = ["The mill burnt down in the spring of that year.", "Nobody knows who built the second mill."]
-    store = PICacheStore(disk_path=tmp_path)
-    engine = PICEngine(model, tokenizer, method="hypic:4", store=store)
-
-    def states(answer: Any) -> list[str]:
-        return [document.state for document in answer.report.documents]
-
-    first = engine.ask("who?", documents, max_new_tokens=5)
-    second = engine.ask("who?", documents[::-1], max_new_tokens=5)
-    assert states(first) == ["compiled", "compiled"]
-    assert states(second) == ["hit", "hit"]
-    assert first.report.recomputed_tokens == 2 * (4 + 4)
-    covered = PICEngine(model, tokenizer, method="hypic:64").ask("who?", documents, max_new_tokens=5)
-    exact = PICEngine(model, tokenizer, method="full").ask("who?", documents, max_new_tokens=5)
-    assert covered.text == exact.text
-    store.flush()
-    later = PICEngine(model, tokenizer, method="hypic:4", store=PICacheStore(disk_path=tmp_path))
-    answer = later.ask("who?", documents, max_new_tokens=5)
-    assert answer.text == first.text
-    assert [document.tier for document in answer.report.documents] == ["disk", "disk"]
-    # seams of another width are other PICaches
-    other = PICEngine(model, tokenizer, method="hypic:5", store=store).ask("who?", documents, max_new_tokens=2)
-    assert states(other) == ["compiled", "compiled"]
 
 
 # ---- together with COMB's encoder; what `comb info` shows ----

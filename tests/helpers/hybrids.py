@@ -11,6 +11,8 @@ from typing import Any
 import torch
 import transformers as tf
 
+from tests.helpers.byte_text import byte_tokenizer
+
 BASE: dict[str, Any] = {
     "vocab_size": 101, "hidden_size": 48, "intermediate_size": 64, "num_hidden_layers": 4,
     "num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 4096,
@@ -72,6 +74,15 @@ def tiny_hybrid(family: str, seed: int = 0) -> Any:
     """A tiny random model, in eval mode, the same for the same seed."""
     torch.manual_seed(seed)
     return slow_decays(tf.AutoModelForCausalLM.from_config(HYBRIDS[family]()).eval(), seed)
+
+
+def text_model(family: str) -> tuple[Any, Any]:
+    """One that reads bytes, and its tokenizer."""
+    tokenizer = byte_tokenizer()
+    torch.manual_seed(0)
+    config = HYBRIDS[family]()
+    config.vocab_size = len(tokenizer)
+    return slow_decays(tf.AutoModelForCausalLM.from_config(config).eval()), tokenizer
 
 
 def slow_decays(model: Any, seed: int = 0) -> Any:
