@@ -25,6 +25,7 @@ from comb.linktokens.modeling import LinkTokensForCausalLM
 from tests.helpers.byte_text import byte_llama, byte_tokenizer
 from tests.helpers.gguf_files import write_gguf
 
+JSONL = ["--dataset", "jsonl", "--path", "data.jsonl"]
 ROWS = [{"documents": [f"the number {number}"], "query": "which?", "answer": str(number)} for number in range(12)]
 
 
@@ -142,30 +143,34 @@ def first_part_gone(folder: Path) -> None:
 
 
 LFS = "version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 9\n"
-DAMAGES: dict[str, tuple[Callable[[Path], Any], str]] = {
-    "weights cut off": (cut("model.safetensors", 500), "model.safetensors is damaged or cut off"),
-    "weights' pointer": (write("model.safetensors", LFS), "model.safetensors is a git-lfs pointer, not the file"),
-    "no weights": (lambda folder: (folder / "model.safetensors").unlink(), "weights|model.safetensors"),
-    "old weights cut off": (old_file, "pytorch_model.bin is damaged or cut off|model.safetensors"),
-    "empty weights": (write("model.safetensors", ""), "model.safetensors is empty: download or copy it again"),
-    "config cut off": (cut("config.json", 30), "config.json is damaged"),
-    "config of a new model": (edit("config.json", model_type="new"), "new"),
-    "config without a type": (edit("config.json", model_type=None), "model_type|no COMB"),
-    "tokenizer cut off": (cut("tokenizer.json", 50), "tokenizer.json is damaged or cut off"),
-    "tokenizer's pointer": (write("tokenizer.json", LFS), "tokenizer.json is a git-lfs pointer"),
-    "newer tokenizer": (edit("tokenizer.json", model={"type": "New"}), "tokenizer.json can't be read by tokenizers"),
-    "settings cut off": (write("generation_config.json", "{"), "generation_config.json is damaged or cut off"),
-}  # fmt: skip
-
-
 C, G, T, P = "config.json", "generation_config.json", "tokenizer_config.json", "adapter_config.json"
+WEIGHTS, TOKENS, RECORD = "model.safetensors", "tokenizer.json", "training.json"
 INDEX, TEMPLATE = "model.safetensors.index.json", "chat_template.jinja"
 MATRIX = "model.layers.0.mlp.up_proj.weight"
-WHERE = {
-    "a": "adapter", "l": "links", "m": "model", "p": "parts", "t": "tuned",
-}  # fmt: skip
+WHERE = {"a": "adapter", "l": "links", "m": "model", "p": "parts", "t": "tuned"}
 # folder, commands, what is done to it, and what the line says behind the file's name
 SAID: list[tuple[str, str, Callable[[Path], Any], str, str]] = [
+    # files that are cut off, empty or something else
+    ("m", "ask train serve info doctor eval bench answers", cut(WEIGHTS, 500), WEIGHTS, "is damaged or cut off"),
+    ("m", "ask train serve", write(WEIGHTS, LFS), WEIGHTS, "is a git-lfs pointer, not the file"),
+    ("m", "ask train serve", lambda folder: (folder / WEIGHTS).unlink(), "model", "weights|model.safetensors"),
+    ("m", "ask train serve", old_file, "model", "pytorch_model.bin is damaged or cut off|model.safetensors"),
+    ("m", "ask train serve", write(WEIGHTS, ""), WEIGHTS, "is empty: download or copy it again"),
+    ("m", "ask train serve", cut(C, 30), C, "is damaged"),
+    ("m", "ask train", edit(C, model_type="new"), "model", "new"),  # vLLM may know it
+    ("m", "ask train serve", edit(C, model_type=None), "model", "model_type|no COMB"),
+    ("m", "ask train serve", cut(TOKENS, 50), TOKENS, "is damaged or cut off"),
+    ("m", "ask train serve", write(TOKENS, LFS), TOKENS, "is a git-lfs pointer"),
+    ("m", "ask train serve", edit(TOKENS, model={"type": "New"}), TOKENS, "can't be read by tokenizers"),
+    ("m", "ask train serve", write(G, "{"), G, "is damaged or cut off"),
+    ("a", "ask push serve", cut(WEIGHTS, 500), WEIGHTS, "is damaged or cut off"),
+    ("a", "ask push serve", write(WEIGHTS, LFS), WEIGHTS, "is a git-lfs pointer, not the file"),
+    ("a", "ask push serve", cut(C, 30), C, "is damaged"),
+    ("a", "ask push serve", cut(TOKENS, 50), TOKENS, "is damaged or cut off"),
+    ("a", "own bench push", write(RECORD, '{"config": '), RECORD, "is damaged"),  # it isn't read as none
+    ("a", "push", write(RECORD, '{"config": "x", "parameters": 5}'), RECORD, "is damaged"),
+    ("a", "push", write(RECORD, '{"config": {"train": "x", "data": "y"}}'), RECORD, "is damaged"),
+    ("a", "push", write(RECORD, '{"seconds": null}'), RECORD, "is damaged"),
     # a backbone's configuration
     ("m", "ask train serve", edit(C, hidden_act="swosh"), C, "hidden_act is 'swosh'"),
     ("m", "ask dry serve", rope(rope_type="spiral"), C, "rope_type is 'spiral'"),
@@ -209,10 +214,11 @@ SAID: list[tuple[str, str, Callable[[Path], Any], str, str]] = [
     ("m", "ask dry serve", write(TEMPLATE, "{{ messages | nope }}"), TEMPLATE, "No filter named 'nope'"),
     ("m", "ask dry", write(TEMPLATE, "{{ nothing.of.it }}"), TEMPLATE, "fails with these messages"),
     ("m", "ask dry serve", write(TEMPLATE, ""), TEMPLATE, "is empty"),
+    ("m", "ask", write(TEMPLATE, "{{ messages[0].content + 1 }}"), "template", "template"),
     ("m", "ask dry serve", edit(T, chat_template="{% if %}"), T, "chat_template"),
-    ("m", "ask dry serve", lambda folder: (folder / "tokenizer.json").unlink(), "model", "no tokenizer.json"),
-    ("a", "ask push serve", lambda folder: (folder / "tokenizer.json").unlink(), "adapter", "no tokenizer.json"),
-    ("m", "ask dry serve", write("tokenizer.json", "{}"), "tokenizer.json", "can't be read by tokenizers"),
+    ("m", "ask dry serve", lambda folder: (folder / TOKENS).unlink(), "model", "no tokenizer.json"),
+    ("a", "ask push serve", lambda folder: (folder / TOKENS).unlink(), "adapter", "no tokenizer.json"),
+    ("m", "ask dry serve", write(TOKENS, "{}"), TOKENS, "can't be read by tokenizers"),
     ("m", "ask dry serve", write(T, "[]"), T, "should be a JSON object"),
     ("a", "ask push serve", write(T, "[]"), T, "should be a JSON object"),
     ("m", "ask dry serve", edit(T, eos_token=5), T, "eos_token is 5"),
@@ -284,13 +290,16 @@ def test_what_a_file_says_wrongly(
         "info": ["info", name],
         "doctor": ["doctor", name],
         "random": ["doctor", name, "--random"],
-        "eval": ["eval", name, "--dataset", "jsonl", "--path", "data.jsonl", "--methods", "full"],
+        "eval": ["eval", name, *JSONL, "--methods", "full"],
+        "own": ["eval", name],  # on the data that it was trained with
+        "bench": ["bench", "methods", "--model", name, *JSONL],
+        "answers": ["answers", config(place, name), "--engine", "transformers"],
     }
     for command in commands.split():
         line = line_of(capsys, *arguments[command])
         assert file in line, (command, line)
         assert any(word in line for word in words.split("|")), (command, line)
-        remedies = "again|mend|take|pip install|upgrade|set |say |move|merge"
+        remedies = "again|mend|take|pip install|upgrade|set |say |move|merge|run `"
         assert any(remedy in line for remedy in remedies.split("|")), (command, line)
     assert not (place / "out").exists()
 
@@ -319,7 +328,7 @@ def test_an_answer_is_never_made_from_nan(place: Path, capsys: pytest.CaptureFix
 
     weights(overflow)(place / "model")
     for command in (["ask", "model", "why?"], ["ask", "model", "--method", "naive", "--doc", "d.txt", "why?"],
-                    ["eval", "model", "--dataset", "jsonl", "--path", "data.jsonl", "--methods", "full"]):  # fmt: skip
+                    ["eval", "model", *JSONL, "--methods", "full"]):  # fmt: skip
         assert "NaN" in line_of(capsys, *command)
 
 
@@ -347,7 +356,7 @@ def test_files_of_a_run(place: Path, capsys: pytest.CaptureFixture[str]) -> None
     for text, words in (
         ("", "is empty"), ("# nothing yet", "is empty"), ("null", "is empty"), ("- 1", "got list"),
         ("words", "got str"), ("train:", "train has no keys"), ("model:\ndata: {dataset: nano}", "model has no keys"),
-        ("? [1, 2]\n: 3", "is not YAML"), ("data: {mixture: [5]}", "data.mixture[0]"),
+        ("? [1, 2]\n: 3", "is not YAML"), ("model: {", "is not YAML"), ("data: {mixture: [5]}", "data.mixture[0]"),
     ):  # fmt: skip
         run.write_text(text)
         for command in (["train", "run.yaml"], ["train", "run.yaml", "--dry-run"], ["answers", "run.yaml"]):
@@ -369,35 +378,6 @@ def test_files_of_a_run(place: Path, capsys: pytest.CaptureFixture[str]) -> None
             if key == "options" and section == "model" and value != {"gate": 5.0}:
                 assert "from_backbone takes adapter_dtype, cross_attention_layers" in line
     assert not (place / "out").exists()
-
-
-@pytest.mark.parametrize("damage", DAMAGES)
-def test_damaged_checkpoints(place: Path, capsys: pytest.CaptureFixture[str], damage: str) -> None:
-    apply, words = DAMAGES[damage]
-    apply(place / "model")
-    commands = [
-        ["ask", "model", "--doc", "d.txt", "why?"],
-        ["train", config(place), "--no-eval"],
-    ]
-    if damage != "config of a new model":  # vLLM may know it
-        commands.append(["serve", "model", "--method", "naive"])
-    commands += [["info", "model"], ["doctor", "model"],
-                 ["eval", "model", "--dataset", "jsonl", "--path", "data.jsonl", "--methods", "full"],
-                 ["bench", "methods", "--model", "model", "--dataset", "jsonl", "--path", "data.jsonl"],
-                 ["answers", config(place), "--engine", "transformers"]]  # fmt: skip
-    for command in commands if damage == "weights cut off" else commands[:3]:
-        line = line_of(capsys, *command)
-        assert any(word in line for word in words.split("|")), (command, line)
-    assert not (place / "out").exists()
-
-
-@pytest.mark.parametrize("damage", ["weights cut off", "weights' pointer", "config cut off", "tokenizer cut off"])
-def test_damaged_adapters(place: Path, capsys: pytest.CaptureFixture[str], damage: str) -> None:
-    apply, words = DAMAGES[damage]
-    apply(place / "adapter")
-    for command in (["ask", "adapter", "--doc", "d.txt", "why?"], ["push", "adapter", "me/x", "--dry-run"],
-                    ["serve", "adapter"]):  # fmt: skip
-        assert words in line_of(capsys, *command), command
 
 
 def test_an_adapter_that_lacks_weights_is_not_published(place: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -448,19 +428,11 @@ def test_a_quantised_model_names_the_package_that_is_missing(
     assert f"pip install {package}" in line.replace("-U ", "")
 
 
-def test_a_template_that_raises_is_named(place: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    write("chat_template.jinja", "{{ messages[0].content + 1 }}")(place / "model")
-    assert "template" in line_of(capsys, "ask", "model", "--doc", "d.txt", "why?")
-
-
 def test_files_that_a_command_opens(place: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (place / "latin.txt").write_bytes(b"caf\xe9")
     (place / "latin.yaml").write_bytes(b"model: caf\xe9")
-    (place / "list.yaml").write_text("- 1")
-    (place / "bad.yaml").write_text("model: {")
     (place / "out.json").mkdir()
     (place / "file").write_text("")
-    jsonl = ["--dataset", "jsonl", "--path", "data.jsonl"]
     for words, *command in (
         ("gone.txt: No such file or directory: check the path", "ask", "model", "--doc", "gone.txt", "why?"),
         ("model: Is a directory: name a file in it", "ask", "model", "--doc", "model", "why?"),
@@ -470,14 +442,12 @@ def test_files_that_a_command_opens(place: Path, capsys: pytest.CaptureFixture[s
         ("no model './modl': there is no such folder", "info", "./modl"),
         ("no model 'model/nested': there is no such file or folder", "doctor", "model/nested"),
         ("latin.yaml is not UTF-8 text", "train", "latin.yaml"),
-        ("list.yaml: expected sections", "train", "list.yaml"),
-        ("bad.yaml is not YAML", "train", "bad.yaml"),
         ("there is no configuration file 'model'", "train", "model"),
         ("there is no file or folder 'gone.jsonl'", "train", config(place), "data.path=gone.jsonl"),
         ("'model' is no COMB adapter", "serve", "model"),
         ("'modl': there is no such folder", "serve", "modl", "--method", "naive"),
-        ("out.json is a folder, where a file is to be written", "eval", "model", *jsonl, "--out", "out.json"),
-        ("no folder that can be written to", "bench", "methods", "--model", "model", *jsonl, "--out", "file/x.json"),
+        ("out.json is a folder, where a file is to be written", "eval", "model", *JSONL, "--out", "out.json"),
+        ("no folder that can be written to", "bench", "methods", "--model", "model", *JSONL, "--out", "file/x.json"),
         ("no folder that can be written to", "train", config(place), "train.output_dir=file/x"),
         ("has no config.json", "convert", "out.json", "there"),
         ("has no config.json", "push", "out.json", "me/x", "--dry-run"),
@@ -486,17 +456,6 @@ def test_files_that_a_command_opens(place: Path, capsys: pytest.CaptureFixture[s
     if os.geteuid() != 0:  # to root everything is open
         (place / "d.txt").chmod(0)
         assert "d.txt: Permission denied: see who may read" in line_of(capsys, "ask", "model", "--doc", "d.txt", "why?")
-
-
-def test_a_record_that_is_damaged_is_not_read_as_none(place: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    (place / "adapter" / "training.json").write_text('{"config": ')
-    data = ["--dataset", "jsonl", "--path", "data.jsonl"]
-    for command in (["eval", "adapter"], ["bench", "methods", "--model", "adapter", *data],
-                    ["push", "adapter", "me/x", "--dry-run"]):  # fmt: skip
-        assert "training.json is damaged" in line_of(capsys, *command), command
-    for record in ('{"config": "x", "parameters": 5}', '{"config": {"train": "x", "data": "y"}}', '{"seconds": null}'):
-        (place / "adapter" / "training.json").write_text(record)
-        assert "training.json is damaged" in line_of(capsys, "push", "adapter", "me/x", "--dry-run")
 
 
 def test_a_full_disk(place: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:

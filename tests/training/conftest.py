@@ -14,6 +14,7 @@ from transformers import AutoTokenizer
 from comb.documents.document import PromptBuilder
 from comb_training import plugin
 from comb_training.nano import CHECKPOINT
+from tests.helpers.training import TOKENIZER, backbone
 
 
 @pytest.fixture(autouse=True, scope="session")
@@ -24,6 +25,15 @@ def _registered() -> None:
 @pytest.fixture
 def builder() -> PromptBuilder:
     return PromptBuilder(AutoTokenizer.from_pretrained(CHECKPOINT))
+
+
+@pytest.fixture(scope="session")
+def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with the tiny backbone of `helpers/training.py` and its tokenizer."""
+    folder = tmp_path_factory.mktemp("tiny")
+    backbone().save_pretrained(folder)
+    TOKENIZER.save_pretrained(folder)
+    return folder
 
 
 @pytest.fixture

@@ -15,37 +15,23 @@ import pytest
 import yaml
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
-from tests.helpers.training import TOKENIZER, backbone, invoke
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A backbone and rows."""
-    found = tmp_path_factory.mktemp("inputs")
-    backbone().save_pretrained(found)
-    TOKENIZER.save_pretrained(found)
-    content = [{"documents": [f"Bin {n} is {n % 3}."], "query": f"Bin {n}?", "answer": f"{n % 3}"} for n in range(30)]
-    (found / "rows.jsonl").write_text("\n".join(map(json.dumps, content)))
-    return found
+from tests.helpers.training import invoke
 
 
 @pytest.fixture
-def run(folder: Path, tmp_path: Path) -> Callable[..., Any]:
+def run(tiny: Path, tmp_path: Path, write_rows: Callable[..., Path]) -> Callable[..., Any]:
     """`comb train` of a small recipe that distils; its folder is tmp_path/out."""
     recipe = tmp_path / "recipe.yaml"
+    rows = [{"documents": [f"Bin {n} is {n % 3}."], "query": f"Bin {n}?", "answer": f"{n % 3}"} for n in range(30)]
     train = {"steps": 4, "batch_size": 4, "answers": "gold", "ce_weight": 0, "kl_weight": 1, "logging_steps": 1}
     content = {
-        "model": {"backbone": str(folder), "num_encoder_layers": 1, "cross_attention_layers": [1], "device": "cpu"},
-        "data": {"dataset": "jsonl", "path": f"{folder}/rows.jsonl"},
+        "model": {"backbone": str(tiny), "num_encoder_layers": 1, "cross_attention_layers": [1], "device": "cpu"},
+        "data": {"dataset": "jsonl", "path": str(write_rows(*rows))},
         "train": {**train, "output_dir": str(tmp_path / "out")},
         "eval": {"methods": ["comb"], "max_new_tokens": 2},
     }
     recipe.write_text(yaml.safe_dump(content))
-
-    def train_it(*more: str) -> Any:
-        return invoke("train", str(recipe), *more)
-
-    return train_it
+    return lambda *more: invoke("train", str(recipe), *more)
 
 
 @pytest.fixture
@@ -77,16 +63,15 @@ def _ctrl_c_is_heard() -> Iterator[None]:
     signal.signal(signal.SIGINT, before)
 
 
-def interrupt() -> None:
-    os.kill(os.getpid(), signal.SIGINT)
-
-
-def logged(out: Path) -> list[dict[str, Any]]:
-    return [json.loads(line) for line in (out / "log.jsonl").read_text().splitlines()]
+def interrupt(times: int = 1) -> None:
+    for _ in range(times):
+        os.kill(os.getpid(), signal.SIGINT)
 
 
 def scored(out: Path) -> list[int]:
-    return [row["step"] for row in logged(out) if "eval_closed" in row]
+    """The steps."""
+    logged = [json.loads(line) for line in (out / "log.jsonl").read_text().splitlines()]
+    return [row["step"] for row in logged if "eval_closed" in row]
 
 
 def test_ctrl_c_once_saves_scores_and_says_how_to_go_on(
@@ -101,9 +86,7 @@ def test_ctrl_c_once_saves_scores_and_says_how_to_go_on(
     assert re.search(f"stopped by SIGINT after step 2.*checkpoint-2.*to go on:\n{again}\n", stopped.output)
     assert re.search(r"closed: -?\d+\.\d% \(.*\), untrained: -?\d+\.\d% \(", stopped.output)
     assert scored(out) == [0, 2]
-    assert {"training.json", "loss.png", "model.safetensors"} <= {
-        path.name for path in (out / "checkpoint-2").iterdir()
-    }
+    assert all((out / "checkpoint-2" / name).exists() for name in ("training.json", "loss.png", "model.safetensors"))
     assert not (out / "model.safetensors").exists()  # that would look like a finished run
     asked = invoke("eval", str(out / "checkpoint-2"), "--limit", "2")
     assert asked.exit_code == 0, asked.output
@@ -113,7 +96,7 @@ def test_ctrl_c_once_saves_scores_and_says_how_to_go_on(
 
 
 def test_ctrl_c_twice_ends_at_once(run: Callable[..., Any], at_step: Any, tmp_path: Path) -> None:
-    at_step(2, lambda: (interrupt(), interrupt()))  # type: ignore[arg-type,func-returns-value]
+    at_step(2, lambda: interrupt(2))
     stopped = run()
     assert stopped.exit_code == 130, stopped.output
     assert "what isn't in a checkpoint-N is lost" in stopped.output
@@ -144,7 +127,7 @@ def test_a_finished_run_is_not_begun_again_by_resume(run: Callable[..., Any], at
         assert re.search(r"is finished, after \d+ steps.*left none.*model.init_from=", str(again.exception))
     assert before == ((out / "log.jsonl").read_text(), (out / "model.safetensors").stat().st_mtime_ns)
     # begun anew in the same folder and killed: nothing is finished, whatever an older run has left there
-    at_step(1, lambda: interrupt() or interrupt())  # type: ignore[func-returns-value]
+    at_step(1, lambda: interrupt(2))
     assert run(*clock).exit_code == 130
     assert run(*clock, "--resume", "auto").exit_code == 0
 

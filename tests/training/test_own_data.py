@@ -15,6 +15,7 @@ from comb.documents.document import PromptBuilder
 from comb_training.config import load_config
 from comb_training.data.mixture import read_examples, read_tokenized
 from comb_training.data.records import load_hub_rows
+from tests.helpers.doc_blocks import write_rows
 from tests.helpers.training import invoke
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -22,16 +23,15 @@ MIXTURE = ROOT / "configs" / "linktokens-smollm2-135m.yaml"
 SMALL = ("model.backbone=nano", "model.dtype=float32", "train.steps=2", "train.batch_size=4", "train.max_seconds=null")
 
 
-def rows(first: int, count: int, **more: Any) -> list[dict[str, Any]]:
+def rows(first: int, count: int) -> list[dict[str, Any]]:
     return [
-        {"documents": [f"Shelf {n} holds {n + 3} books."], "query": f"Books on {n}?", "answer": f"{n + 3}", **more}
+        {"documents": [f"Shelf {n} holds {n + 3} books."], "query": f"Books on {n}?", "answer": f"{n + 3}"}
         for n in range(first, first + count)
     ]
 
 
 def lines(path: Path, content: list[dict[str, Any]]) -> Path:
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text("\n".join(map(json.dumps, content)))
+    write_rows(path, content)
     return path
 
 
@@ -126,25 +126,21 @@ def test_what_is_not_there_is_one_error(
     monkeypatch.setattr("datasets.config.HF_HUB_OFFLINE", True)
     here = str(lines(tmp_path / "here.jsonl", rows(0, 4)))
 
-    def read() -> None:
+    with pytest.raises(ValueError, match=message.replace("HERE", re.escape(here))):  # noqa: PT012
         data = load_config(MIXTURE, [item.replace("HERE", here) for item in given]).data
         read_tokenized(data, builder, None, split="train", limit=None)
-
-    with pytest.raises(ValueError, match=message.replace("HERE", re.escape(here))):
-        read()
 
 
 def test_titles_that_a_template_has_no_place_for_are_counted(tmp_path: Path) -> None:
     own = rows(0, 20)
     for row in own[:10]:
         row["documents"] = [{"title": "Shelves", "text": row["documents"][0]}, "A room."]
-    path = lines(tmp_path / "mine.jsonl", own)
-    data = [f"data={path}"]
-    shown = invoke("train", str(MIXTURE), *SMALL, *data, "--dry-run")
+    dry = ("train", str(MIXTURE), *SMALL, f"data={lines(tmp_path / 'mine.jsonl', own)}", "--dry-run")
+    shown = invoke(*dry)
     assert shown.exit_code == 0, shown.output
     said = " ".join(shown.output.split())  # in lines as wide as a console is that another test may have made
     assert re.search(r"\d documents without their titles: data.document_template has no {title}", said)
-    whole = invoke("train", str(MIXTURE), *SMALL, *data, "data.document_template='{title} {text} '", "--dry-run")
+    whole = invoke(*dry, "data.document_template='{title} {text} '")
     assert "without their titles" not in whole.output
 
 

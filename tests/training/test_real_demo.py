@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import json
 import re
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +13,7 @@ import yaml
 from comb_training.cli import demonstration
 from comb_training.config import config_from_dict, load_config
 from comb_training.train import run_training
-from tests.helpers.training import invoke
+from tests.helpers.training import invoke, nano_run
 
 ROOT = Path(__file__).parents[2]
 ASKING = {
@@ -28,17 +28,13 @@ def few(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def recipe(folder: Path) -> dict[str, Any]:
-    return {
-        "model": {"backbone": "nano", "num_encoder_layers": 1, "cross_attention_layers": [2], "device": "cpu"},
-        "data": {"dataset": "jsonl", "path": str(folder / "data.jsonl"), **ASKING},
-        "train": {"steps": 1, "answers": "gold", "answer_max_new_tokens": 3, "output_dir": str(folder / "adapter")},
-    }
+    data = {"dataset": "jsonl", "path": str(folder / "rows.jsonl"), **ASKING}
+    return nano_run(folder / "adapter", data, answers="gold", answer_max_new_tokens=3)
 
 
 @pytest.fixture
-def adapter(tmp_path: Path) -> Path:
-    rows = [{"documents": [f"A{n} is {n}."], "query": f"A{n}?", "answer": f"{n}", "group": str(n)} for n in range(8)]
-    (tmp_path / "data.jsonl").write_text("\n".join(map(json.dumps, rows)), encoding="utf-8")
+def adapter(tmp_path: Path, write_rows: Callable[..., Path]) -> Path:
+    write_rows(*({"documents": [f"A{n} is {n}."], "query": f"A{n}?", "answer": f"{n}"} for n in range(8)))
     run_training(config_from_dict(recipe(tmp_path)), progress=False)
     return tmp_path / "adapter"
 
@@ -84,6 +80,8 @@ def test_how_questions_are_put_is_read_and_never_guessed(adapter: Path, tmp_path
         demonstration._how_to_ask("smollm2-135m", tmp_path, given=True)
     with pytest.raises(ValueError, match="no recipe"):
         demonstration._how_to_ask("another", tmp_path, given=False)
+    # nor is an option of the demo that trains ignored
+    assert "--train-steps" in str(invoke("demo", "--model", "smollm2-135m", "--train-steps", "5").exception)
 
 
 def test_committed_adapters_are_small_and_say_how_they_are_asked() -> None:
@@ -96,12 +94,6 @@ def test_committed_adapters_are_small_and_say_how_they_are_asked() -> None:
         assert max(sizes) <= 10 * 10**6, f"{folder.name}: save_pretrained(..., max_shard_size='10MB')"
         assert demonstration._how_to_ask(folder.name, folder, given=False)[1]
         assert (folder / "training.json").is_file()
-
-
-def test_options_of_the_demo_that_trains_are_not_ignored() -> None:
-    shown = invoke("demo", "--model", "smollm2-135m", "--train-steps", "5")
-    assert isinstance(shown.exception, ValueError)
-    assert "--train-steps" in str(shown.exception)
 
 
 def test_every_question_stands_over_its_own_passage_and_three_others() -> None:

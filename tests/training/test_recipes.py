@@ -22,9 +22,7 @@ SIZES = {
     "num_key_value_heads": 1, "max_position_embeddings": 1024, "pad_token_id": 0, "eos_token_id": 1,
     "bos_token_id": None,
 }  # fmt: skip
-LINEAR = {
-    "linear_key_head_dim": 8, "linear_value_head_dim": 8, "linear_num_key_heads": 2, "linear_num_value_heads": 2
-}  # fmt: skip
+LINEAR = {"linear_key_head_dim": 8, "linear_value_head_dim": 8, "linear_num_key_heads": 2, "linear_num_value_heads": 2}
 CHATML = (
     "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
     "{% if add_generation_prompt %}<|im_start|>assistant\n"
@@ -70,19 +68,15 @@ def test_a_recipe_from_training_to_the_hub(recipe: str, tmp_path: Path, monkeypa
     assert prompt.endswith("<think>\n\n</think>\n\n" if thoughtless else "<|end_header_id|>\n\n")
     trained_for = "linktokens" if recipe == "front" else "comb"
     assert invoke("eval", "out", "--limit", "2", "--methods", f"full,{trained_for}").exit_code == 0
-    runner = CliRunner(env={"COLUMNS": "200"})
+    arguments = '{"enable_thinking": false}'
     for command in (
         ["ask", "out", "--doc", "a.txt", "Who lives in Rome?", "--max-new-tokens", "3"],
         ["push", "out", f"me/comb-{recipe}", "--dry-run"],
         ["doctor", "out"],
+        ["ask", "backbone", "Who?", "--max-new-tokens", "3", *thoughtless * ["--chat-template-kwargs", arguments]],
     ):
-        found = runner.invoke(app, command)
+        found = CliRunner(env={"COLUMNS": "200"}).invoke(app, command)
         assert found.exit_code == 0, found.output
     if thoughtless:  # and the plain model, asked without a thought
-        arguments = '{"enable_thinking": false}'
-        found = runner.invoke(
-            app, ["ask", "backbone", "Who?", "--max-new-tokens", "3", "--chat-template-kwargs", arguments]
-        )
-        assert found.exit_code == 0, found.output
         plain = PICEngine.from_pretrained("backbone", method="full", chat_template_kwargs=json.loads(arguments))
         assert plain.prompt_builder.build("Who?", [(5, 6)]) == asked.prompt_builder.build("Who?", [(5, 6)])

@@ -22,9 +22,8 @@ from comb_training.config import config_from_dict, load_config, trained_config
 from comb_training.models import training_method
 from comb_training.nano import CHECKPOINT
 from comb_training.train import run_training
-from comb_training.trainer.prepare import prepare
 from tests.helpers.processes import wait_for
-from tests.helpers.training import TOKENIZER, backbone, invoke
+from tests.helpers.training import TOKENIZER, invoke
 
 
 @pytest.fixture(autouse=True)
@@ -35,46 +34,42 @@ def _threads() -> Iterator[None]:
     torch.set_num_threads(threads)
 
 
-@pytest.fixture(scope="module")
-def backbone_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("backbone")
-    backbone().save_pretrained(folder)
-    TOKENIZER.save_pretrained(folder)
-    return folder
-
-
 @pytest.fixture
-def config_for(backbone_folder: Path, tmp_path: Path) -> Callable[..., Any]:
-    data = tmp_path / "data.jsonl"
+def config_for(tiny: Path, tmp_path: Path) -> Callable[..., Any]:
     rows = [
         {"documents": [f"The key of {n} is {7 * n}.", "Nothing here."], "query": f"Key of {n}?", "answer": f"{7 * n}"}
         for n in range(12)
     ]
     rows.append({"documents": ["x" * 300], "query": "Too long?", "answer": "yes"})
-    data.write_text("\n".join(map(json.dumps, rows)))
+    (tmp_path / "data.jsonl").write_text("\n".join(map(json.dumps, rows)))
 
     def make(**train: Any) -> Any:
         train = {"steps": 4, "batch_size": 4, "answer_max_new_tokens": 6, "output_dir": str(tmp_path / "out"), **train}
-        return config_from_dict(
-            {
-                "model": {"backbone": str(backbone_folder), "num_encoder_layers": 1, "cross_attention_layers": [1]},
-                "data": {"dataset": "jsonl", "path": str(data), "heldout_share": 0.2},
-                "train": train,
-            }
-        )
+        model = {"backbone": str(tiny), "num_encoder_layers": 1, "cross_attention_layers": [1]}
+        data = {"dataset": "jsonl", "path": str(tmp_path / "data.jsonl"), "heldout_share": 0.2}
+        return config_from_dict({"model": model, "data": data, "train": train})
 
     return make
+
+
+@pytest.fixture
+def file_for(config_for: Callable[..., Any], tmp_path: Path) -> Callable[..., str]:
+    """The same in a file, whose name it gives."""
+
+    def write(**train: Any) -> str:
+        (tmp_path / "run.yaml").write_text(yaml.safe_dump(config_for(**train).to_dict()))
+        return str(tmp_path / "run.yaml")
+
+    return write
 
 
 @pytest.mark.parametrize("answers", ["on_policy", "gold"])
 def test_run_training_end_to_end(config_for: Callable[..., Any], tmp_path: Path, answers: str) -> None:
     config = config_for(answers=answers)
     result = run_training(config, progress=False)
-    assert result.record["steps"] == 4
     assert all(math.isfinite(loss) for _, loss in result.record["losses"])
     report = json.loads((tmp_path / "out" / "training.json").read_text())
-    assert report["steps"] == 4
-    assert report["seed"] == 0
+    assert (result.record["steps"], report["steps"], report["seed"]) == (4, 4, 0)
     assert report["data"]["truncated"]["document of more than 128 tokens"] <= 1
     assert report["versions"]["torch"] == torch.__version__
     assert (report["teacher"] is None) == (answers == "gold")
@@ -135,40 +130,36 @@ def test_the_terminal_keeps_what_was_measured_on_held_out_questions(
     ],
 )
 def test_mistakes_are_named_before_anything_is_answered(
-    config_for: Callable[..., Any], tmp_path: Path, override: str, message: str
+    file_for: Callable[..., str], tmp_path: Path, override: str, message: str
 ) -> None:
-    path = tmp_path / "run.yaml"
-    path.write_text(yaml.safe_dump(config_for().to_dict()))
-    result = invoke("train", str(path), override)
+    result = invoke("train", file_for(), override)
     assert isinstance(result.exception, ValueError)
     assert re.search(message, str(result.exception))
     assert not (tmp_path / "out").exists()
 
 
 def test_what_stands_in_the_way_of_the_results_is_named_before_the_training(
-    config_for: Callable[..., Any], tmp_path: Path
+    file_for: Callable[..., str], tmp_path: Path
 ) -> None:
-    path, out = tmp_path / "run.yaml", tmp_path / "out"
-    path.write_text(yaml.safe_dump(config_for(answers="gold").to_dict()))
+    path, out = file_for(answers="gold"), tmp_path / "out"
     for name in ("results.json", "results-squad.json", "loss.png", "model.safetensors"):
         (out / name).mkdir(parents=True)
-        result = invoke("train", str(path))
+        result = invoke("train", path)
         assert re.search(rf"train.output_dir: .*{name} is a folder", str(result.exception))
         assert [file.name for file in out.iterdir()] == [name]
         (out / name).rmdir()
     for content in (b"---\nlicense: [\n---\n", b"\xff"):
         (out / "README.md").write_bytes(content)
-        result = invoke("train", str(path))
+        result = invoke("train", path)
         assert re.fullmatch(r".*: train.output_dir: \S*README.md.*", str(result.exception))  # one line
         assert (out / "README.md").read_bytes() == content
         assert not (out / "log.jsonl").exists()
 
 
-def test_a_run_without_an_evaluation_ends_well(config_for: Callable[..., Any], tmp_path: Path) -> None:
-    path, losses = tmp_path / "run.yaml", []
-    path.write_text(yaml.safe_dump(config_for(answers="gold", steps=2).to_dict()))
+def test_a_run_without_an_evaluation_ends_well(file_for: Callable[..., str], tmp_path: Path) -> None:
+    path, losses = file_for(answers="gold", steps=2), []
     for options in (["eval.methods=[]"], ["eval.limit=0"], ["--no-eval"], ["eval.methods=[comb]"]):
-        result = invoke("train", str(path), *options)
+        result = invoke("train", path, *options)
         assert result.exit_code == 0, result.output
         assert ("no evaluation" in result.output) == ("[comb]" not in options[0])
         losses.append(json.loads((tmp_path / "out" / "training.json").read_text())["losses"])
@@ -193,21 +184,11 @@ def test_eval_refuses_results_that_it_could_not_write(config_for: Callable[..., 
         assert re.search(message, str(result.exception))
 
 
-def test_trained_config_of_other_folders(tmp_path: Path) -> None:
-    assert trained_config(tmp_path) is None
-    (tmp_path / "training.json").write_text("{")
-    with pytest.raises(ValueError, match="is damaged"):
-        trained_config(tmp_path)
-
-
 def test_train_then_eval_on_the_same_held_out_rows(
-    config_for: Callable[..., Any], tmp_path: Path, caplog: pytest.LogCaptureFixture
+    file_for: Callable[..., str], tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    path, out = tmp_path / "run.yaml", tmp_path / "out"
-    content = config_for(answers="gold", save_steps=2).to_dict()
-    content["eval"].update(methods=["full", "comb", "none"], max_new_tokens=4)
-    path.write_text(yaml.safe_dump(content))
-    trained = invoke("train", str(path))
+    path, out = file_for(answers="gold", save_steps=2), tmp_path / "out"
+    trained = invoke("train", path, "eval.methods=[full, comb, none]", "eval.max_new_tokens=4")
     assert trained.exit_code == 0, trained.output
     assert "loss" in trained.output
     assert "none" in trained.output
@@ -220,27 +201,23 @@ def test_train_then_eval_on_the_same_held_out_rows(
     assert [row["predictions"] for row in second["results"]] == [row["predictions"] for row in first["results"]]
     assert second["data"] == first["data"]
     caplog.clear()
-    resumed = invoke(
-        "train", str(path), "--resume", "auto", "--no-eval", "train.steps=5", "data.seed=1", "eval.limit=3"
-    )
+    resumed = invoke("train", path, "--resume", "auto", "--no-eval", "train.steps=5", "data.seed=1", "eval.limit=3")
     assert resumed.exit_code == 0, resumed.output
     assert "in 5 steps" in resumed.output
     assert "checkpoint-4 was made with other values of data.seed, train.steps: it goes on" in caplog.text
     assert "of an earlier run" not in caplog.text
-    assert invoke("train", str(path), "--no-eval").exit_code == 0
+    assert invoke("train", path, "--no-eval").exit_code == 0
     assert "checkpoint-5 of an earlier run goes when this one writes its first" in caplog.text
 
 
-def test_commands_say_what_is_missing(backbone_folder: Path, tmp_path: Path) -> None:
-    result = invoke("eval", str(backbone_folder))
-    assert isinstance(result.exception, ValueError)
-    assert "--dataset" in str(result.exception)
-    result = invoke("eval", str(tmp_path / "absent"))
-    assert "absent is no folder here" in str(result.exception)
-    path = tmp_path / "run.yaml"
-    path.write_text(f"model: {{backbone: {backbone_folder}}}")
-    result = invoke("train", str(path), "--resume", str(tmp_path / "absent"))
-    assert "no checkpoint folder" in str(result.exception)
+def test_commands_say_what_is_missing(file_for: Callable[..., str], tiny: Path, tmp_path: Path) -> None:
+    for command, message in (
+        (["eval", str(tiny)], "--dataset"), (["eval", str(tmp_path / "absent")], "absent is no folder here"),
+        (["train", file_for(), "--resume", str(tmp_path / "absent")], "no checkpoint folder"),
+    ):  # fmt: skip
+        result = invoke(*command)
+        assert isinstance(result.exception, ValueError)
+        assert message in str(result.exception)
 
 
 def test_the_demo_trains_as_the_nano_recipe_does() -> None:
@@ -309,35 +286,30 @@ def test_what_earlier_versions_recorded_is_still_evaluated(config_for: Callable[
         trained_config(tmp_path)
 
 
-def test_init_from_needs_an_adapter(config_for: Callable[..., Any], backbone_folder: Path) -> None:
-    config = config_for()
-    for changes, message in [
-        ({"init_from": str(backbone_folder)}, "not a COMB adapter"),
-        ({"init_from": "x", "options": {"max_document_tokens": 9}}, "can't change the adapter"),
-    ]:
-        with pytest.raises(ValueError, match=message):
-            prepare(dataclasses.replace(config, model=dataclasses.replace(config.model, **changes)))
-
-
 def test_what_is_loaded_to_go_on_trains_and_the_backbone_is_frozen(
-    config_for: Callable[..., Any], backbone_folder: Path, tmp_path: Path
+    config_for: Callable[..., Any], tiny: Path, tmp_path: Path
 ) -> None:
-    def trained(config: Any) -> set[str]:
-        model = training_method(config.train.method).load(config)
-        return {name for name, parameter in model.named_parameters() if parameter.requires_grad}
+    config, adapter = config_for(), str(tmp_path / "adapter")
 
-    config = config_for()
+    def trained(**model: Any) -> set[str]:
+        changed = dataclasses.replace(config, model=dataclasses.replace(config.model, **model))
+        loaded = training_method("comb").load(changed)
+        return {name for name, parameter in loaded.named_parameters() if parameter.requires_grad}
+
     fresh = training_method("comb").load(config)
-    fresh.requires_grad_(False).save_pretrained(tmp_path / "adapter", tokenizer=TOKENIZER)
-    model = dataclasses.replace(config.model, init_from=str(tmp_path / "adapter"))
+    fresh.requires_grad_(False).save_pretrained(adapter, tokenizer=TOKENIZER)
     names = {name for name, _ in fresh.named_parameters()}
-    assert trained(dataclasses.replace(config, model=model)) == {n for n in names if not n.startswith("backbone.")}
-    own = {"num_encoder_layers": fresh.config.encoder_config.num_hidden_layers,
-           "cross_attention_layers": tuple(fresh.config.cross_attention_layers)}  # fmt: skip
-    assert trained(dataclasses.replace(config, model=dataclasses.replace(model, **own)))
-    for other in ({"num_encoder_layers": 7}, {"cross_attention_layers": (0,)}):
-        with pytest.raises(ValueError, match=r"can't change the adapter of model.init_from, which has"):
-            trained(dataclasses.replace(config, model=dataclasses.replace(model, **other)))
+    assert trained(init_from=adapter) == {name for name in names if not name.startswith("backbone.")}
+    assert trained(init_from=adapter, num_encoder_layers=fresh.config.encoder_config.num_hidden_layers)
+    for wrong, message in (
+        ({"num_encoder_layers": 7}, "can't change the adapter of model.init_from, which has"),
+        ({"cross_attention_layers": (0,)}, "can't change the adapter of model.init_from, which has"),
+        ({"options": {"max_document_tokens": 9}}, "can't change the adapter"),
+        ({"init_from": str(tiny)}, "not a COMB adapter"),
+        ({"backbone": "nano"}, f"model.backbone=nano can't change .* which is on {tiny.resolve()}"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            trained(**{"init_from": adapter, **wrong})
 
 
 def test_an_adapter_is_saved_in_the_backbones_dtype(config_for: Callable[..., Any], tmp_path: Path) -> None:
@@ -345,11 +317,9 @@ def test_an_adapter_is_saved_in_the_backbones_dtype(config_for: Callable[..., An
     config = dataclasses.replace(config, model=dataclasses.replace(config.model, dtype="bfloat16"))
     trained = run_training(config, progress=False).model
     out = Path(config.train.output_dir)
-    assert {tensor.dtype for tensor in load_file(out / "model.safetensors").values()} == {torch.bfloat16}
     # the master weights of a run that goes on are not rounded
-    assert {tensor.dtype for tensor in load_file(out / "checkpoint-1" / "model.safetensors").values()} == {
-        torch.float32
-    }
+    for folder, dtype in ((out, torch.bfloat16), (out / "checkpoint-1", torch.float32)):
+        assert {tensor.dtype for tensor in load_file(folder / "model.safetensors").values()} == {dtype}
     state = AutoModelForCausalLM.from_pretrained(out).state_dict()
     own = {name: value for name, value in trained.state_dict().items() if not name.startswith("backbone.")}
     assert all(torch.equal(value, state[name]) for name, value in own.items())

@@ -56,11 +56,10 @@ def test_a_trained_adapter(
     out = home / "adapters" / "mine"
     config: dict[str, Any] = {
         "model": {"backbone": str(home / "models" / "tiny-llama"), "num_encoder_layers": 1, "cpu_threads": 1},
-        "data": {"dataset": "jsonl", "path": "../home/jane-doe-1234/questions.jsonl",
-                 "heldout_share": 0.4},
+        "data": {"dataset": "jsonl", "path": f"../home/{PERSON}/questions.jsonl", "heldout_share": 0.4},
         "train": {"steps": 1, "output_dir": str(out), "answers": "gold"},
         "eval": {"limit": 2, "methods": ["full", "comb"], "max_new_tokens": 2},
-    }  # fmt: skip
+    }
     (home / "run.yaml").write_text(yaml.safe_dump(config))
     run(monkeypatch, "train", home / "run.yaml", f"data.path={home / 'questions.jsonl'}")
 
