@@ -42,18 +42,7 @@ LESS: dict[str, list[str]] = {
     "comb bench context-length": [*SHORT, *SMALL],
     "comb bench context-length --model Qwen": SHORT,
     "comb bench drift": ["--limit", "1"],
-    "comb bench mac": [
-        "--contexts",
-        "64",
-        "--steps",
-        "10",
-        "--limit",
-        "2",
-        "--questions",
-        "1",
-        "--max-new-tokens",
-        "8",
-    ],
+    "comb bench mac": ["--contexts", "64", "--steps", "10", "--limit", "2", "--questions", "1", "--max-new-tokens=8"],
     "comb bench paper": ["--questions", "1", "--only", "Table 2"],
     "comb bench paper epic": ["--questions", "1", "--only", "Fig. 6"],
 }
@@ -72,39 +61,32 @@ MADE = {
 
 @dataclass(frozen=True)
 class Reader:
-    """Who tries a page.
-
-    Args:
-        folder: where they are. forks: what they type into.
-    """
+    """Who tries a page: where they are, and what they type into."""
 
     folder: Path
     forks: Forks
 
+    def comb(self, what: str, words: list[str]) -> None:
+        status, output = self.forks.comb(words)
+        assert status == 0, f"{what}\n{' '.join(words)}\n{output[-3000:]}"
+
     def run(self, command: Command) -> None:
         """A command as it is printed."""
-        words = [self.named(word) for word in command.words]
+        words = command.words
+        for name, value in NAMES.items():
+            words = [re.sub(rf"(?<![\w/]){name}(?![\w/])", value, word) for word in words]
         for word in words:
             self.make(word)
         assert words[0] == "comb", f"how is this run? {command.text}"
         more = max((start for start in LESS if command.text.startswith(start)), key=len, default="")
-        given = LESS.get(more, [])
-        status, output = self.forks.comb([*words[1:], *given])
-        assert status == 0, f"{command.text}\n{' '.join(given)}\n{output[-3000:]}"
-
-    def named(self, word: str) -> str:
-        for name, value in NAMES.items():
-            word = re.sub(rf"(?<![\w/]){name}(?![\w/])", value, word)
-        return word
+        self.comb(command.text, [*words[1:], *LESS.get(more, [])])
 
     def make(self, text: str) -> None:
         """Trains the adapters that a text names, unless they are there."""
         for name, how in MADE.items():
             if re.search(rf"{name}(?![\w.-])", text) and not (self.folder / name / "config.json").exists():
                 less = LESS.get(f"comb train {how.split()[0]}", TRAIN)
-                words = ["train", *how.split(), *less, f"train.output_dir={name}", "--no-eval"]
-                status, output = self.forks.comb(words)
-                assert status == 0, f"{name}: {output[-3000:]}"
+                self.comb(name, ["train", *how.split(), *less, f"train.output_dir={name}", "--no-eval"])
 
 
 @pytest.fixture(scope="module")
@@ -182,18 +164,14 @@ def _without_blocks(page: Path) -> str:
 def test_what_does_not_run_is_counted() -> None:
     """Printed with -rP."""
     everything = [block for page in PAGES for block in blocks(page)]
-    reasons = [
-        f"{block.place} {start or 'all of it'}: {why}" for block in everything for start, why in block.not_run.items()
-    ]
-    whole = [block for block in everything if "" in block.not_run]
-    served = [block for block in everything if block not in whole and (block.served or _is_served(block))]
-    print(f"{len(everything)} blocks: {len(everything) - len(whole)} run, {len(served)} of them with vLLM")
-    print("\n".join(reasons))
-    assert all(len(reason) > 20 for reason in reasons)
-
-
-def _is_served(block: Block) -> bool:
-    return block.language == "bash" and any(each.served and not each.not_run for each in block.commands())
+    reasons = [(f"{each.place} {start}", why) for each in everything for start, why in each.not_run.items()]
+    run = [block for block in everything if "" not in block.not_run]
+    commands = [(block, block.commands() if block.language == "bash" else []) for block in run]
+    served = sum(block.served or any(c.served and not c.not_run for c in those) for block, those in commands)
+    print(f"{len(everything)} blocks: {len(run)} run, {served} of them with vLLM")
+    print("\n".join(map(": ".join, reasons)))
+    written = [re.findall(r"^ *<!-- not run", page.read_text(encoding="utf-8"), re.MULTILINE) for page in PAGES]
+    assert sum(map(len, written)) == len(reasons)  # each is taken by a block
 
 
 def test_what_is_changed_of_commands_is_printed() -> None:

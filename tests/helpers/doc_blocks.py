@@ -132,14 +132,16 @@ HUB = {
 """Models that pages name, by their class of configuration; tiny ones stand in the cache under these names."""
 
 
+NAMES = ["Ada", "Bram", "Cato", "Dora", "Egon", "Fay", "Gil", "Hana", "Ivo", "Jette"]
+TOWNS = ["Rome", "Oslo", "Bern", "Kiel", "Lund", "Metz", "Nice"]
+
+
 def mine(count: int) -> list[dict[str, Any]]:
     """Rows of one's own: people, their work and their towns."""
-    names = ["Ada", "Bram", "Cato", "Dora", "Egon", "Fay", "Gil", "Hana", "Ivo", "Jette"]
-    towns = ["Rome", "Oslo", "Bern", "Kiel", "Lund", "Metz", "Nice"]
     rows = []
     for number in range(count):
-        who, other = f"{names[number % 10]} Berg{number}", f"{names[(number + 3) % 10]} Holm{number}"
-        town, elsewhere = towns[number % 7], towns[(number + 2) % 7]
+        who, other = f"{NAMES[number % 10]} Berg{number}", f"{NAMES[(number + 3) % 10]} Holm{number}"
+        town, elsewhere = TOWNS[number % 7], TOWNS[(number + 2) % 7]
         documents = [f"{who} keeps bees and lives in {town}.", f"{other} repairs clocks in {elsewhere}."]
         rows.append({"documents": documents, "query": f"Where does {who} live?", "answer": town})
     return rows
@@ -219,20 +221,14 @@ PARAGRAPH = "{who} keeps bees near {town}, and sells the honey on the market the
 
 
 def _paragraph(number: int, sentences: int = 2) -> str:
-    towns = ["Rome", "Oslo", "Bern", "Kiel", "Lund", "Metz", "Nice"]
-    return "".join(PARAGRAPH.format(who=f"Ada Berg{number}", town=towns[number % 7]) for _ in range(sentences)).strip()
+    return "".join(PARAGRAPH.format(who=f"Ada Berg{number}", town=TOWNS[number % 7]) for _ in range(sentences)).strip()
 
 
 def _squad(number: int) -> dict[str, Any]:
-    answers = {"text": [f"Ada Berg{number}"], "answer_start": [0]}
-    asked = f"Who keeps bees {number}?"
     return {
-        "id": f"q{number}",
-        "title": f"t{number // 3}",
-        "context": _paragraph(number),
-        "question": asked,
-        "answers": answers,
-    }
+        "id": f"q{number}", "title": f"t{number // 3}", "context": _paragraph(number),
+        "question": f"Who keeps bees {number}?", "answers": {"text": [f"Ada Berg{number}"], "answer_start": [0]},
+    }  # fmt: skip
 
 
 def _hotpot(number: int) -> dict[str, Any]:
@@ -241,22 +237,9 @@ def _hotpot(number: int) -> dict[str, Any]:
 
 
 def _musique(number: int) -> dict[str, Any]:
-    paragraphs = [
-        {"title": "Ada", "paragraph_text": _paragraph(number)},
-        {"title": "B", "paragraph_text": "Bees buzz."},
-    ]
-    return {
-        "id": f"m{number}", "paragraphs": paragraphs, "question": f"What does Ada Berg{number} keep?", "answer": "bees",
-        "answer_aliases": [], "answerable": True,
-    }  # fmt: skip
-
-
-def _dialogue(number: int) -> dict[str, Any]:
-    return {
-        "id": f"d{number}",
-        "dialogue": f"Ada: Bees {number}?\nBo: Honey.",
-        "summary": f"They speak of bees {number}.",
-    }
+    texts = {"Ada": _paragraph(number), "B": "Bees buzz."}
+    paragraphs = [{"title": title, "paragraph_text": text} for title, text in texts.items()]
+    return {**_hotpot(number), "paragraphs": paragraphs, "answer_aliases": [], "answerable": True}
 
 
 def _article(number: int) -> dict[str, Any]:
@@ -268,9 +251,11 @@ def fill_sets(home: Path) -> None:
     sets = {
         ("rajpurkar/squad_v2", "squad_v2"): _squad, ("hotpotqa/hotpot_qa", "distractor"): _hotpot,
         ("dgslibisey/MuSiQue", "default"): _musique, ("framolfese/2WikiMultihopQA", "default"): _hotpot,
-        ("knkarthick/samsum", "default"): _dialogue, ("EdinburghNLP/xsum", "default"): _article,
-        ("alexfabbri/multi_news", "default"): _article,
-        ("Salesforce/wikitext", "wikitext-2-raw-v1"): lambda number: {"text": _paragraph(number, 12)},
+        ("knkarthick/samsum", "default"): lambda n: {
+            "id": f"d{n}", "dialogue": f"Ada: Bees {n}?\nBo: Honey.", "summary": f"They speak of bees {n}.",
+        },
+        ("EdinburghNLP/xsum", "default"): _article, ("alexfabbri/multi_news", "default"): _article,
+        ("Salesforce/wikitext", "wikitext-2-raw-v1"): lambda n: {"text": _paragraph(n, 12)},
     }  # fmt: skip
     for (name, config), row in sets.items():
         _cache_set(home, name, config, [row(number) for number in range(ROWS)])
@@ -317,16 +302,13 @@ def fill_data(folder: Path) -> None:
     ]  # fmt: skip
     (folder / "squad").mkdir()
     (folder / "squad" / "dev-v2.0.json").write_text(json.dumps({"version": "v2.0", "data": squad}))
-    hotpot = [
-        {**_hotpot(n), "_id": f"h{n}", "context": [["Ada", [_paragraph(n)]], ["B", ["Bees."]]]} for n in range(40)
-    ]
+    hotpot = [_hotpot(n) | {"_id": f"h{n}", "context": [["Ada", [_paragraph(n)]], ["B", ["Bees."]]]} for n in range(40)]
     (folder / "hotpotqa").mkdir()
     (folder / "hotpotqa" / "hotpot_dev_fullwiki_v1.json").write_text(json.dumps(hotpot))
     story = "1 {0} moved to the hall.\n2 {1} went to the office.\n3 Where is {0}? \thall\t1\n"
-    names = ["Ada", "Bram", "Cato", "Dora", "Egon", "Fay"]
     (folder / "babi" / "en-10k").mkdir(parents=True)
     for side in ("train", "test"):
-        text = "".join(story.format(names[n % 6], names[(n + 1) % 6]) for n in range(60))
+        text = "".join(story.format(NAMES[n % 6], NAMES[(n + 1) % 6]) for n in range(60))
         (folder / "babi" / "en-10k" / f"qa1_single-supporting-fact_{side}.txt").write_text(text)
     tasks = folder / "natural_instructions_v2" / "tasks"
     tasks.mkdir(parents=True)
