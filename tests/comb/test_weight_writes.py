@@ -81,6 +81,18 @@ def write(model: Any, source: Any, how: Write = several_at_once) -> None:
         how(old, new)
 
 
+@pytest.fixture
+def engine() -> PICEngine:
+    """Links naively, on a model that no other test writes into."""
+    return PICEngine(make_backbone(), make_tokenizer(), method="naive")
+
+
+def asked(engine: PICEngine) -> str:
+    """What becomes of a document."""
+    (state,) = states(engine.ask(QUESTION, [LAKE], max_new_tokens=1))
+    return state
+
+
 def ask(model: Any, method: str | None = "naive", documents: list[str] = DOCUMENTS, **options: Any) -> Any:
     engine = PICEngine(model, make_tokenizer(template=TEMPLATE), method=method, **options)
     return engine.ask(QUESTION, documents, max_new_tokens=NEW)
@@ -205,8 +217,8 @@ def test_a_part_of_the_weights_is_enough(
     model = make()
     engine = PICEngine(model, make_tokenizer(), method=method)
     engine.ask(QUESTION, [LAKE], max_new_tokens=1)
-    found = [states(engine.ask(QUESTION, [LAKE], max_new_tokens=1)) for _ in changes(model) for _ in range(2)]
-    assert found == [["compiled"], ["hit"]] * (len(found) // 2)
+    found = [asked(engine) for _ in changes(model) for _ in range(2)]
+    assert found == ["compiled", "hit"] * (len(found) // 2)
     assert len(found) > 6
 
 
@@ -241,24 +253,11 @@ def test_what_no_sample_shows_can_be_said(tmp_path: Path) -> None:
     assert states(engine.ask(QUESTION, DOCUMENTS, max_new_tokens=1)) == ["compiled", "compiled"]
 
 
-def test_the_same_bytes_read_otherwise_are_other_weights() -> None:
-    model = make_backbone()
-    engine = PICEngine(model, make_tokenizer(), method="naive")
-    engine.ask(QUESTION, DOCUMENTS, max_new_tokens=1)
-    weight = model.model.layers[0].self_attn.q_proj.weight
-    weight.data = weight.data.t()
-    answer = engine.ask(QUESTION, DOCUMENTS, max_new_tokens=NEW)
-    assert states(answer) == ["compiled", "compiled"]
-    same = copy.deepcopy(model)
-    assert answer.token_ids == PICEngine(same, make_tokenizer(), method="naive").ask(
-        QUESTION, DOCUMENTS, max_new_tokens=NEW
-    ).token_ids  # fmt: skip
-
-
 @pytest.mark.parametrize("when", ["while it waits", "before it compiles", "while it compiles"])
-def test_weights_that_change_during_a_call_end_it(when: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    model, errors = make_backbone(), []
-    engine = PICEngine(model, make_tokenizer(), method="naive")
+def test_weights_that_change_during_a_call_end_it(
+    engine: PICEngine, when: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model, errors = engine.model, []
     engine.ask(QUESTION, [LAKE], max_new_tokens=1)
     documents = [LAKE] if when == "while it waits" else [LAKE, CITY]
 
@@ -326,7 +325,7 @@ def test_the_rows_that_a_prompt_reads_are_all_looked_at(name: str) -> None:
     assert "have changed" in chat.ask("And?", max_new_tokens=1).report.relinked
     engine.ask(QUESTION, [LAKE], max_new_tokens=1)
     table.data[19_999] += 0.5  # that nobody reads
-    assert states(engine.ask(QUESTION, [LAKE], max_new_tokens=1)) == ["hit"]
+    assert asked(engine) == "hit"
 
 
 def scaled(module: Any, args: Any, output: Any) -> Any:
@@ -348,6 +347,9 @@ SETTINGS: dict[str, tuple[str, Callable[[Any], Any]]] = {
     "frequencies, counted": ("llama", lambda model: model.model.rotary_emb.inv_freq.mul_(1.5)),
     "other frequencies": ("llama", lambda model: model.model.rotary_emb.register_buffer(
         "inv_freq", model.model.rotary_emb.inv_freq * 1.5, persistent=False
+    )),
+    "the same bytes read otherwise": ("llama", lambda model: setattr(
+        model.model.layers[0].self_attn.q_proj.weight, "data", model.model.layers[0].self_attn.q_proj.weight.data.t()
     )),
     "magnitude": ("llama", lambda model: setattr(model.model.rotary_emb, "attention_scaling", 1.2)),
     "scale": ("llama", lambda model: setattr(model.model.layers[1].self_attn, "scaling", 0.9)),
@@ -398,8 +400,8 @@ def test_what_else_decides_what_is_computed_is_noticed(name: str, tmp_path: Path
         assert (states(answer), answer.token_ids) == (["hit", "hit"], first.token_ids)
 
 
-def test_what_only_watches_or_is_written_by_passes_changes_nothing() -> None:
-    model = make_backbone()
+def test_what_only_watches_or_is_written_by_passes_changes_nothing(engine: PICEngine) -> None:
+    model = engine.model
     rotary, passes = model.model.rotary_emb, []
     own = rotary.forward
 
@@ -410,7 +412,6 @@ def test_what_only_watches_or_is_written_by_passes_changes_nothing() -> None:
         return own(x, position_ids)
 
     rotary.forward = counting
-    engine = PICEngine(model, make_tokenizer(), method="naive")
 
     def watch(module: Any, args: Any, output: Any) -> None:
         passes.append(module)
@@ -425,11 +426,11 @@ def test_what_only_watches_or_is_written_by_passes_changes_nothing() -> None:
 # ---- values that are replaced by others of their kind ----
 
 
-def steering(text: str) -> Any:
-    """A function of one name, as if this file was edited."""
+def function(text: str) -> Any:
+    """The one that the text defines, as if this file was edited."""
     found: dict[str, Any] = {"__name__": __name__}
-    exec(f"def steer(module, args, output):\n    return {text}\n", found)
-    return found["steer"]
+    exec(text, found)
+    return [*found.values()][-1]
 
 
 class Steerer:
@@ -489,16 +490,15 @@ def option(value: Any) -> Any:
 
 
 def forward_of(factor: float) -> Any:
-    found: dict[str, Any] = {"__name__": __name__}
-    exec(f"def forward(self, x):\n    return self.down_proj(self.up_proj(x)) * {factor}\n", found)
-    return found["forward"]
+    return function(f"def forward(self, x): return self.down_proj(self.up_proj(x)) * {factor}")
 
 
+STEER = "def steer(module, args, output): return output * "
 Kind = enum.Enum("Kind", "FIRST SECOND")
 Options = dataclasses.make_dataclass("Options", ["scale"])
 READS = "lambda module, args, output: output * factor"
 OTHERS: dict[str, tuple[Any, Any]] = {
-    "a function": (hooked(steering("output * 3.0")), hooked(steering("output * -2.0"))),
+    "a function": (hooked(function(STEER + "3.0")), hooked(function(STEER + "-2.0"))),
     "what a function reads": (hooked(eval(READS, {"factor": 3.0})), hooked(eval(READS, {"factor": -2.0}))),
     "a forward": (placed(forward_of(3.0)), placed(forward_of(-2.0))),
     "a callable object": (hooked(Steerer(3.0)), hooked(Steerer(-2.0))),
@@ -518,26 +518,23 @@ OTHERS: dict[str, tuple[Any, Any]] = {
 
 
 @pytest.mark.parametrize("name", OTHERS)
-def test_another_of_the_same_name_or_type_is_noticed(name: str) -> None:
-    model = make_backbone()
-    engine = PICEngine(model, make_tokenizer(), method="naive")
+def test_another_of_the_same_name_or_type_is_noticed(engine: PICEngine, name: str) -> None:
+    model = engine.model
     before, behind = OTHERS[name]
     for change in (before, behind):
         handle = change(model)
-        for state in ("compiled", "hit"):
-            assert states(engine.ask(QUESTION, [LAKE], max_new_tokens=1)) == [state]
+        assert [asked(engine), asked(engine)] == ["compiled", "hit"]
         if handle is not None:
             handle.remove()
 
 
-def test_a_forward_that_its_class_is_given_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_forward_that_its_class_is_given_is_noticed(engine: PICEngine, monkeypatch: pytest.MonkeyPatch) -> None:
     """Also where it is the second of one name."""
-    model = make_backbone()
-    engine = PICEngine(model, make_tokenizer(), method="naive")
+    model = engine.model
     engine.ask(QUESTION, [LAKE], max_new_tokens=1)
     for factor in (3.0, -2.0):
         monkeypatch.setattr(type(model.model.layers[0].mlp), "forward", defined(forward_of(factor)))
-        assert states(engine.ask(QUESTION, [LAKE], max_new_tokens=1)) == ["compiled"]
+        assert asked(engine) == "compiled"
 
 
 def test_an_edited_script_does_not_find_what_it_compiled_before(tmp_path: Path) -> None:
@@ -561,14 +558,13 @@ def test_an_edited_script_does_not_find_what_it_compiled_before(tmp_path: Path) 
         store.flush()
 
 
-def test_what_changes_inside_of_a_hook_can_be_said() -> None:
-    model, steerer = make_backbone(), Steerer(3.0)
-    engine = PICEngine(model, make_tokenizer(), method="naive")
-    model.model.layers[0].mlp.register_forward_hook(steerer)
+def test_what_changes_inside_of_a_hook_can_be_said(engine: PICEngine) -> None:
+    steerer = Steerer(3.0)
+    engine.model.model.layers[0].mlp.register_forward_hook(steerer)
     for scale, state in ((3.0, "compiled"), (-2.0, "compiled"), (3.0, "hit")):
         steerer.scale = scale
         engine.model_changed()
-        assert states(engine.ask(QUESTION, [LAKE], max_new_tokens=1)) == [state]
+        assert asked(engine) == state
 
 
 LOOP: list[Any] = [1]
@@ -581,17 +577,13 @@ LOOP.append(LOOP)
     [threading.Lock(), LOOP, torch.tensor([1.0, 2.0]), np.arange(5000), iter([1])],
     ids=["lock", "list in itself", "tensor", "array", "iterator"],
 )
-def test_what_can_not_be_compared_or_copied_raises_nothing(where: Any, value: Any) -> None:
-    model = make_backbone()
-    where(value)(model)
-    engine = PICEngine(model, make_tokenizer(), method="naive")
-    for state in ("compiled", "hit"):
-        assert states(engine.ask(QUESTION, [LAKE], max_new_tokens=1)) == [state]
+def test_what_can_not_be_compared_or_copied_raises_nothing(engine: PICEngine, where: Any, value: Any) -> None:
+    where(value)(engine.model)
+    assert [asked(engine), asked(engine)] == ["compiled", "hit"]
 
 
-def test_what_a_user_changes_while_an_answer_is_decoded_is_not_the_pass_s_own() -> None:
-    model = make_backbone()
-    engine = PICEngine(model, make_tokenizer(), method="naive")
+def test_what_a_user_changes_while_an_answer_is_decoded_is_not_the_pass_s_own(engine: PICEngine) -> None:
+    model = engine.model
     for scale in (0.9, 0.3):
         stream = iter(engine.stream(QUESTION, [LAKE], max_new_tokens=NEW))
         next(stream)
@@ -599,11 +591,11 @@ def test_what_a_user_changes_while_an_answer_is_decoded_is_not_the_pass_s_own() 
         model.model.rotary_emb.attention_scaling = scale
         for _ in stream:
             pass
-        assert states(engine.ask(QUESTION, [LAKE], max_new_tokens=1)) == ["compiled"]
+        assert asked(engine) == "compiled"
 
 
-def test_what_passes_write_is_forgotten_when_the_model_is_said_to_have_changed() -> None:
-    model = make_backbone()
+def test_what_passes_write_is_forgotten_when_the_model_is_said_to_have_changed(engine: PICEngine) -> None:
+    model = engine.model
     mlp = model.model.layers[0].mlp
     own = mlp.forward
 
@@ -612,31 +604,28 @@ def test_what_passes_write_is_forgotten_when_the_model_is_said_to_have_changed()
         return own(x) * getattr(mlp, "factor", 1)
 
     mlp.forward, mlp.seen = keeping, 0
-    engine = PICEngine(model, make_tokenizer(), method="naive")
-    for state in ("compiled", "hit"):
-        assert states(engine.ask(QUESTION, [LAKE], max_new_tokens=1)) == [state]
+    assert [asked(engine), asked(engine)] == ["compiled", "hit"]
     mlp.seen = -1
     engine.model_changed()
-    assert states(engine.ask(QUESTION, [LAKE], max_new_tokens=1)) == ["compiled"]
+    assert asked(engine) == "compiled"
 
 
-def test_what_nothing_is_computed_from_changes_nothing() -> None:
-    model, captured = make_backbone(), []
-    engine = PICEngine(model, make_tokenizer(), method="naive")
+def test_what_nothing_is_computed_from_changes_nothing(engine: PICEngine) -> None:
+    model, captured = engine.model, []
 
     def record(kept: list[Any], module: Any, args: Any, output: Any) -> None:
         kept.append(output)
 
     capture = lambda module, args, output: captured.append(output)  # noqa: E731
     model.model.layers[0].register_forward_hook(capture).remove()
-    assert states(engine.ask(QUESTION, [LAKE], max_new_tokens=1)) == ["compiled"]
+    assert asked(engine) == "compiled"
     model.gradient_checkpointing_enable()
     model.config.output_hidden_states, model.config.pad_token_id = True, 7
     model.model.layers[0].register_forward_hook(functools.partial(record, []))
-    assert states(engine.ask(QUESTION, [LAKE], max_new_tokens=1)) == ["hit"]
+    assert asked(engine) == "hit"
     for state in ("compiled", "hit"):  # what it returns isn't told, but it is the same one
         handle = model.model.layers[0].register_forward_hook(capture)
-        assert states(engine.ask(QUESTION, [LAKE], max_new_tokens=1)) == [state]
+        assert asked(engine) == state
         handle.remove()
     assert captured
 
