@@ -121,6 +121,10 @@ def test_a_warm_question_computes_neither_head_nor_documents(
     assert warm == most
     for state in (first, again):
         assert error(state.logits, expected) < EXACT
+    if spec == "prefix":
+        full = methods.create("full", method.model)
+        answer = full.link(full.compile(DOCUMENTS), QUERY, head_ids=HEAD).answer_logits([41, 42, 43])
+        assert error(again.answer_logits([41, 42, 43]), answer) < EXACT
     # the control: another head is another answer
     assert error(linked(method, picaches, HEAD[::-1])[0].logits, expected) > CONTROL
 
@@ -184,7 +188,11 @@ def test_one_other_token_or_weight_or_tenant_is_another_head(spec: str, monkeypa
         state, _ = linked(method, picaches, other, salt=f"place {place}")
         assert state.head_tokens == 0
         assert error(state.logits, afresh(method, picaches, monkeypatch, other)) < EXACT
-    assert linked(method, picaches, salt="tenant")[0].head_tokens == 0
+    tenant, _ = linked(method, picaches, salt="tenant")
+    assert tenant.head_tokens == 0
+    if spec == "prefix":  # nor are the documents behind it another tenant's
+        assert tenant.uses is not None
+        assert [use.state for use in tenant.uses[0]] == ["compiled", "compiled"]
     assert linked(method, picaches)[0].head_tokens == len(HEAD)
     with torch.no_grad():  # a fine-tune of the same object
         model.model.layers[1].mlp.down_proj.weight[0, 0] += 0.5
