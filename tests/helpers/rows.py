@@ -33,7 +33,7 @@ def article(number: int, paragraphs: int = 1) -> Row:
 
 
 def instances(count: int, name: str = "") -> list[Row]:
-    return [{"id": f"{name}-{n}", "input": f"in {name}{n} ", "output": [f"out {n}", "other"]} for n in range(count)]
+    return [{"id": f"{name}-{n}", "input": f"in {name}{n} ", "output": [f"out {n} ", "other"]} for n in range(count)]
 
 
 def shots(count: int) -> list[dict[str, str]]:

@@ -67,6 +67,7 @@ def test_wikihop(write_rows: WriteRows) -> None:
     dataset = read_dataset("wikihop", path, limit=5)
     assert (len(dataset), dataset.counts.dropped) == (5, {"over the limit": 5})
     assert list(dataset) == list(read_dataset("wikihop", path, limit=5))
+    assert list(dataset) != list(read_dataset("wikihop", path))[:5]  # they are drawn
     cut = read_dataset("wikihop", path, num_documents=1)
     assert texts(cut[0]) == ["one"]
     assert cut.counts.truncated == {"row with more documents than num_documents": 10}
@@ -207,10 +208,11 @@ def test_needles_of_another_set(write_rows: WriteRows) -> None:
         {"documents": [f"name{n} went to room{n}.", f"person{n} sat down."], "query": f"Where is name{n}?",
          "answer": f"name{n} is in room{n}."} for n in range(9)
     ]  # fmt: skip
+    rows[2]["documents"].append("name1 sang.")  # a word of the question: no filler for name1
     path = write_rows(*rows)
     given = {"of": "jsonl", "split": "all"}
     first = read_dataset("needle", path, **given, num_documents=4)[1]
-    assert texts(first).count("name1 went to room1.") == 1
+    assert [text for text in texts(first) if "name1 " in str(text)] == ["name1 went to room1."]
     with pytest.raises(ValueError, match=r"'jsonl' gives \d+ documents beside a needle, not 99: read more"):
         read_dataset("needle", path, **given, num_documents=100)
     with pytest.raises(ValueError, match="2 or more, got 1"):
