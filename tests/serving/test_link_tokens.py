@@ -14,18 +14,18 @@ from comb import LinkTokensForCausalLM
 from comb_serving.linking.layout import LinkingLayout
 from comb_training.nano import CHECKPOINT
 from tests.helpers.engines import SMALL
-from tests.helpers.families import BASE, MLA
 from tests.helpers.linked import (
+    LATENT,
+    LATENT_OPTIONS,
     PROMPTS,
     WIDE,
     check_nothing_is_left,
     largest_difference,
     library_answer,
     linked_engine,
-    plain_llama,
     plain_model,
 )
-from tests.helpers.plain import PlainLibrary
+from tests.helpers.plain import PlainLibrary, logs
 
 pytestmark = [pytest.mark.vllm, pytest.mark.usefixtures("plugin")]
 
@@ -82,12 +82,12 @@ def test_answers_are_those_of_the_library(kind: str, values: Any, tmp_path: Path
     ids=["preemption in chunks", "two ranks"],
 )
 def test_answers_are_the_same_however_steps_are_made(
-    options: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    llama: Any, options: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     if "tensor_parallel_size" in options:
         monkeypatch.setenv("VLLM_CPU_OMP_THREADS_BIND", "0|1")
-    model = adapter(plain_llama(tmp_path / "plain"), tmp_path / "adapter", num_link_tokens=19)
-    with linked_engine(model, "linktokens", link_tokens=tmp_path / "adapter", **options) as linked:
+    model = adapter(llama, tmp_path, num_link_tokens=19)
+    with linked_engine(model, "linktokens", link_tokens=tmp_path, **options) as linked:
         found = linked.ask(ASKED, 40)
         if "tensor_parallel_size" not in options:  # then the scheduler is in another process
             assert linked.preemptions > 0
@@ -97,10 +97,10 @@ def test_answers_are_the_same_however_steps_are_made(
 
 
 @pytest.mark.slow
-def test_a_document_compiled_again_is_what_it_was(tmp_path: Path) -> None:
+def test_a_document_compiled_again_is_what_it_was(llama: Any, tmp_path: Path) -> None:
     """vLLM's prefix cache still has the first one's blocks, front and all; or a part of them."""
-    model = adapter(plain_llama(tmp_path / "plain"), tmp_path / "adapter", num_link_tokens=40)
-    with linked_engine(model, "linktokens", link_tokens=tmp_path / "adapter") as linked:
+    model = adapter(llama, tmp_path, num_link_tokens=40)
+    with linked_engine(model, "linktokens", link_tokens=tmp_path) as linked:
         prompt = PROMPTS[0]
         linked.documents["A"] = [3 + number % 90 for number in range(80)]
         for _ in range(2):
@@ -132,9 +132,7 @@ def test_in_process_and_by_name(tmp_path: Path) -> None:
     prompt = library.chat(question, texts)
     expected = links.logs(prompt, "linktokens", 8)
     for given, wanted in ((answer, expected), (plain, library.logs(prompt, "full", 8))):
-        (one,) = given.outputs
-        found = [step[token].logprob for step, token in zip(one.logprobs, one.token_ids, strict=True)]
-        assert found == pytest.approx(wanted, abs=1e-4)
+        assert logs(given) == pytest.approx(wanted, abs=1e-4)
     assert library.logs(prompt, "full", 8) != pytest.approx(expected, abs=1e-2)
 
 
@@ -180,19 +178,10 @@ def test_ranks_keep_their_own_heads() -> None:
 
 def test_latent_attention_caches_something_else(tmp_path: Path) -> None:
     """The library's keys are those of all heads, vLLM's the latent."""
-    values = {**BASE, **MLA, "hidden_size": 64, "kv_lora_rank": 512, "qk_rope_head_dim": 64, "qk_nope_head_dim": 128,
-              "v_head_dim": 128, "q_lora_rank": None}  # fmt: skip
-    model = adapter(plain_model(tmp_path / "plain", tf.DeepseekV2Config(**values), std=0.06), tmp_path / "adapter")
+    model = adapter(plain_model(tmp_path / "plain", tf.DeepseekV2Config(**LATENT), std=0.06), tmp_path / "adapter")
     with (
         pytest.raises(Exception, match="they can't be linked in vLLM"),
-        # what vLLM prefers on a CPU with AMX refuses float32 before it comes to that
-        linked_engine(
-            model,
-            "linktokens",
-            link_tokens=tmp_path / "adapter",
-            attention_backend="CPU_MLA",
-            compilation_config={"custom_ops": ["-rotary_embedding"]},  # its kernel for CPUs turns few keys of one head
-        ),
+        linked_engine(model, "linktokens", link_tokens=tmp_path / "adapter", **LATENT_OPTIONS),
     ):
         pass
 

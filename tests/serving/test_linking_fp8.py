@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from tests.helpers.engines import answer, engine, greedy
-from tests.helpers.linked import PROMPTS, LinkedPrompt, check_nothing_is_left, linked_engine, plain_llama
+from tests.helpers.linked import PROMPTS, LinkedPrompt, check_nothing_is_left, linked_engine
 from tests.helpers.linked import largest_difference as difference
 from tests.serving.test_link_tokens import adapter
 
@@ -44,10 +44,10 @@ def near(found: Tensor, exact: Tensor, dtype: str, scale: float, cut: int = 1) -
 
 
 @pytest.mark.parametrize("dtype", ["fp8", "fp8_e5m2"])
-def test_what_is_exact_is_vllms_own_and_what_moves_is_rounded_once_more(dtype: str, tmp_path: Path) -> None:
-    model, options = plain_llama(tmp_path), {"kv_cache_dtype": dtype, "enable_prefix_caching": False}
-    first = model.model.layers[0].self_attn
-    with linked_engine(model, "focus:0.3", **options) as linked:
+def test_what_is_exact_is_vllms_own_and_what_moves_is_rounded_once_more(dtype: str, llama: Any) -> None:
+    options = {"kv_cache_dtype": dtype, "enable_prefix_caching": False}
+    first = llama.model.layers[0].self_attn
+    with linked_engine(llama, "focus:0.3", **options) as linked:
         whole = linked.ask([(prompt, "legolink:64") for prompt in PROMPTS])
         (exact,) = linked.ask([(PROMPTS[3], "naive")])
         from vllm.distributed.kv_transfer import get_kv_transfer_group
@@ -74,7 +74,7 @@ def test_what_is_exact_is_vllms_own_and_what_moves_is_rounded_once_more(dtype: s
         prompt = LinkedPrompt("A", head=tuple(range(5, 105)))
         linked.ask([(prompt, "naive"), *((each, method) for each in PROMPTS for method in ("legolink:4", "focus:0.3"))])
         check_nothing_is_left(linked.scheduler)
-    with engine(model.name_or_path, **options) as llm:
+    with engine(llama.name_or_path, **options) as llm:
         for each, found in zip(PROMPTS, whole, strict=True):
             given = {"prompt_token_ids": each.built(linked.documents)[0]}
             alone = answer(llm.generate([given], greedy(8), use_tqdm=False)[0])
@@ -84,9 +84,9 @@ def test_what_is_exact_is_vllms_own_and_what_moves_is_rounded_once_more(dtype: s
     assert all(each.all() for each in kept)  # values to the bit, however often they are linked
     keys, values = seen[0]
     with torch.no_grad():  # of the first layer, which sees tokens alone
-        hidden = model.model.layers[0].input_layernorm(model.model.embed_tokens(torch.tensor([linked.documents["A"]])))
+        hidden = llama.model.layers[0].input_layernorm(llama.model.embed_tokens(torch.tensor([linked.documents["A"]])))
         own, their = (part(hidden).view(13, 2, -1).transpose(0, 1) for part in (first.k_proj, first.v_proj))
-        places = {at: model.model.rotary_emb(hidden, torch.arange(at, at + 13)[None]) for at in (0, 100)}
+        places = {at: llama.model.rotary_emb(hidden, torch.arange(at, at + 13)[None]) for at in (0, 100)}
         from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
 
         turned = {at: apply_rotary_pos_emb(own, own, *place, unsqueeze_dim=1)[0][0] for at, place in places.items()}
@@ -102,9 +102,9 @@ def near_rotated(found: Tensor, exact: Tensor, dtype: str) -> bool:
     return bool(((found - exact).abs() <= bound).all())
 
 
-def test_link_tokens_are_written_as_the_cache_has_them(tmp_path: Path) -> None:
-    model = adapter(plain_llama(tmp_path / "plain"), tmp_path / "adapter")
-    with linked_engine(model, "linktokens", link_tokens=tmp_path / "adapter", kv_cache_dtype="fp8") as linked:
+def test_link_tokens_are_written_as_the_cache_has_them(llama: Any, tmp_path: Path) -> None:
+    model = adapter(llama, tmp_path)
+    with linked_engine(model, "linktokens", link_tokens=tmp_path, kv_cache_dtype="fp8") as linked:
         from vllm.distributed.kv_transfer import get_kv_transfer_group
 
         pool = get_kv_transfer_group().pool

@@ -13,18 +13,12 @@ from tests.helpers.linked import (
     check_nothing_is_left,
     largest_difference,
     linked_engine,
-    plain_llama,
 )
 
 pytestmark = [pytest.mark.vllm, pytest.mark.slow, pytest.mark.usefixtures("plugin")]
 
 ASKED = [(prompt, method) for method in ("naive", "legolink:4", "focus:0.3", "full") for prompt in PROMPTS]
 EXACT = 2e-5
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Any:
-    return plain_llama(tmp_path_factory.mktemp("plain"))
 
 
 def check_answers(linked: LinkedEngine) -> None:
@@ -42,8 +36,8 @@ def check_answers(linked: LinkedEngine) -> None:
     ],
     ids=["compiled, one row", "async, preemption"],
 )
-def test_answers_are_the_same_however_steps_are_made(model: Any, options: dict[str, Any]) -> None:
-    with linked_engine(model, "focus:0.3", **options) as linked:
+def test_answers_are_the_same_however_steps_are_made(llama: Any, options: dict[str, Any]) -> None:
+    with linked_engine(llama, "focus:0.3", **options) as linked:
         check_answers(linked)
         if "num_gpu_blocks_override" in options:
             assert linked.preemptions > 0
@@ -54,8 +48,8 @@ def test_answers_are_the_same_however_steps_are_made(model: Any, options: dict[s
     [({}, 1), ({"max_num_batched_tokens": 32}, 2), ({"max_num_seqs": 3}, 2)],
     ids=["room for all seams", "too few tokens", "too few rows"],
 )
-def test_seams_and_question_are_one_step_where_they_fit(model: Any, options: dict[str, Any], steps: int) -> None:
-    with linked_engine(model, **options) as linked:
+def test_seams_and_question_are_one_step_where_they_fit(llama: Any, options: dict[str, Any], steps: int) -> None:
+    with linked_engine(llama, **options) as linked:
         driver = linked.llm.llm_engine
         for prompt in (PROMPTS[0], PROMPTS[4]):
             driver.add_request("asked", *linked.request(prompt, "legolink:4", 4))
@@ -69,16 +63,16 @@ def test_seams_and_question_are_one_step_where_they_fit(model: Any, options: dic
             assert list(outputs[0].outputs[0].token_ids) == linked.reference(prompt, "legolink:4", 4)[0]
 
 
-def test_two_ranks_link_each_its_own_heads(model: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_two_ranks_link_each_its_own_heads(llama: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("VLLM_CPU_OMP_THREADS_BIND", "0|1")
-    with linked_engine(model, "focus:0.3", tensor_parallel_size=2) as linked:
+    with linked_engine(llama, "focus:0.3", tensor_parallel_size=2) as linked:
         for one, each in zip(linked.ask(ASKED), ASKED, strict=True):
             assert largest_difference(one, linked.reference(*each)) < EXACT
 
 
-def test_in_half_precision_answers_are_near(model: Any) -> None:
+def test_in_half_precision_answers_are_near(llama: Any) -> None:
     """A first token's log-probability: within bfloat16 of the library's, and much nearer than full recompute's."""
-    with linked_engine(model, dtype="bfloat16") as linked:
+    with linked_engine(llama, dtype="bfloat16") as linked:
         for prompt in PROMPTS[:2]:
             found, wanted, full = (linked.ask([(prompt, "legolink:4")])[0], *(
                 linked.reference(prompt, method) for method in ("legolink:4", "full")))  # fmt: skip
@@ -87,22 +81,15 @@ def test_in_half_precision_answers_are_near(model: Any) -> None:
             assert full[0][0] != wanted[0][0] or abs(full[1][0] - wanted[1][0]) > 0.3
 
 
-def test_in_chunks_who_leaves_leaves_nothing_and_disturbs_nobody(model: Any) -> None:
+def test_in_chunks_who_leaves_leaves_nothing_and_disturbs_nobody(llama: Any) -> None:
     with linked_engine(
-        model, "focus:0.3", max_num_batched_tokens=16, max_num_seqs=3, enable_chunked_prefill=True
+        llama, "focus:0.3", max_num_batched_tokens=16, max_num_seqs=3, enable_chunked_prefill=True
     ) as other:
-        driver = other.llm.llm_engine
         check_answers(other)  # and now all are compiled
         # waiting, while its question looks, in the middle of its seams, at its query, while it answers
         for method, steps in product(("legolink:16", "focus:0.3"), range(8)):
-            name = f"leaving-{method}-{steps}"
-            driver.add_request(name, *other.request(PROMPTS[4], method, 20))
-            for _ in range(steps):
-                driver.step()
-            driver.abort_request([name])
-            while driver.has_unfinished_requests():
-                driver.step()
-        driver.step()
+            other.leave(other.request(PROMPTS[4], method, 20), steps)
+        other.llm.llm_engine.step()
         check_nothing_is_left(other.scheduler)
         for asked in ((PROMPTS[0], "legolink:4"), (PROMPTS[0], "focus:0.3"), (PROMPTS[1], "full")):
             assert largest_difference(other.ask([asked])[0], other.reference(*asked)) < EXACT
