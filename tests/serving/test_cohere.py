@@ -4,41 +4,38 @@ from __future__ import annotations
 
 import json
 from typing import Any
+from unittest.mock import AsyncMock
 
 import pytest
 
 from comb_serving.api.cohere import CohereWriter, answer, as_chat
 from comb_serving.api.http import RequestError
 from comb_serving.api.routes import CHAT, COHERE
-from tests.helpers.middleware_server import Server, ids_of
+from tests.helpers.middleware_server import ASKED, SEGMENTS, Server
 
-ASKED: dict[str, Any] = {"model": "m", "messages": [{"role": "user", "content": "Where is Ada?"}]}
+ASK: dict[str, Any] = {"model": "m", "messages": ASKED}
 DOCUMENTS = [{"id": "one", "data": {"title": "A", "snippet": "Ada went to the garden."}}, "Bob is in the kitchen."]
 
 
-async def test_documents_are_those_of_a_chat() -> None:
-    server = Server()
-    found = await server.client().post(COHERE, {**ASKED, "documents": DOCUMENTS})
+async def test_documents_are_those_of_a_chat(server: Server) -> None:
+    found = await server.post(COHERE, {**ASK, "documents": DOCUMENTS})
     assert found.status == 200, found.body
-    assert [each["state"] for each in found.json["comb"]["documents"]] == ["encoded"] * 2
-    assert [each["tokens"] for each in found.json["comb"]["documents"]] == [
-        len(ids_of("Ada went to the garden.", "A")), len(ids_of("Bob is in the kitchen.")),
-    ]  # fmt: skip
-    again = await server.client().post(CHAT, {**ASKED, "documents": DOCUMENTS})
-    assert [each["state"] for each in again.json["comb"]["documents"]] == ["hit"] * 2
+    assert found.states == ["encoded"] * 2
+    assert [each["tokens"] for each in found.json["comb"]["documents"]] == list(map(len, SEGMENTS))
+    again = await server.post(CHAT, {**ASK, "documents": DOCUMENTS})
+    assert again.states == ["hit"] * 2
     assert server.echo.bodies[0]["kv_transfer_params"] == server.echo.bodies[1]["kv_transfer_params"]
-    server.check_idle()
 
 
 def test_every_field_is_said_in_a_chats_words() -> None:
     given = {
-        **ASKED, "stream": True, "k": 3, "p": 0.5, "stop_sequences": ["x"], "tool_choice": "REQUIRED", "max_tokens": 4,
+        **ASK, "stream": True, "k": 3, "p": 0.5, "stop_sequences": ["x"], "tool_choice": "REQUIRED", "max_tokens": 4,
         "response_format": {"type": "json_object", "json_schema": {"type": "object"}}, "seed": 1,
         "citation_options": {"mode": "OFF"}, "safety_mode": "OFF", "strict_tools": False, "thinking": None,
     }  # fmt: skip
     chat = as_chat(given)
     assert chat == {
-        **ASKED, "stream": True, "stream_options": {"include_usage": True}, "top_k": 3, "top_p": 0.5, "stop": ["x"],
+        **ASK, "stream": True, "stream_options": {"include_usage": True}, "top_k": 3, "top_p": 0.5, "stop": ["x"],
         "tool_choice": "required", "max_tokens": 4, "seed": 1,
         "response_format": {"type": "json_schema", "json_schema": {"name": "answer", "schema": {"type": "object"}}},
     }  # fmt: skip
@@ -48,7 +45,7 @@ def test_every_field_is_said_in_a_chats_words() -> None:
         {"role": "assistant", "tool_calls": calls, "tool_plan": "I look."},
         {"role": "tool", "tool_call_id": "c", "content": data},
     ]
-    assert as_chat({**ASKED, "messages": turns})["messages"] == [
+    assert as_chat({**ASK, "messages": turns})["messages"] == [
         {"role": "assistant", "tool_calls": calls, "content": "I look."},
         {"role": "tool", "tool_call_id": "c", "content": '{"a": 1}\nb'},
     ]
@@ -71,7 +68,7 @@ def test_every_field_is_said_in_a_chats_words() -> None:
 )
 def test_what_a_chat_cannot_say_is_refused(more: dict[str, Any], param: str) -> None:
     with pytest.raises(RequestError) as found:
-        as_chat({**ASKED, **more})
+        as_chat({**ASK, **more})
     assert json.loads(found.value.body)["error"]["param"] == param
 
 
@@ -97,41 +94,31 @@ def test_an_answer_has_its_parts_its_end_and_its_tokens() -> None:
     assert answer(stopped)["finish_reason"] == "STOP_SEQUENCE"
 
 
-async def streamed(deltas: list[dict[str, Any]], pieces: int) -> list[dict[str, Any]]:
-    """The events that a chat's chunks become, sent in pieces of so many bytes."""
-    chunks: list[dict[str, Any]] = [
-        {"id": "x", "choices": [{"delta": delta, "finish_reason": None}]} for delta in deltas
-    ]
-    chunks[0]["comb"] = {"documents": []}
-    chunks.append({"id": "x", "choices": [{"delta": {}, "finish_reason": "stop"}]})
-    chunks.append({"id": "x", "choices": [], "usage": {"prompt_tokens": 9, "completion_tokens": 2}})
-    sent, out = "".join(f"data: {json.dumps(chunk)}\n\n" for chunk in chunks).encode() + b"data: [DONE]\n\n", b""
-
-    async def send(message: Any) -> None:
-        nonlocal out
-        out += message.get("body", b"")
-
-    writer = CohereWriter(send)
-    headers = [(b"content-type", b"text/event-stream; charset=utf-8")]
-    await writer({"type": "http.response.start", "status": 200, "headers": headers})
-    for at in range(0, len(sent), pieces):
-        body = {"type": "http.response.body", "body": sent[at : at + pieces], "more_body": at + pieces < len(sent)}
-        await writer(body)
-    events = [event.split("\ndata: ") for event in out.decode().strip().split("\n\n")]
-    found = [json.loads(data) for _, data in events]
-    assert [name.removeprefix("event: ") for name, _ in events] == [each["type"] for each in found]
-    return found
-
-
-@pytest.mark.parametrize("pieces", [7, 100_000])
-async def test_a_stream_opens_and_closes_every_part(pieces: int) -> None:
+@pytest.mark.parametrize("size", [7, 100_000])
+async def test_a_stream_opens_and_closes_every_part(size: int) -> None:
+    """Whatever the size of the pieces that a chat's chunks come in."""
     calls = [
         {"index": 0, "id": "c", "function": {"name": "f", "arguments": ""}},
         {"index": 0, "function": {"arguments": "{}"}},
         {"index": 1, "id": "d", "function": {"name": "g", "arguments": "{}"}},
     ]
     deltas = [{"role": "assistant", "content": ""}, {"reasoning": "hm"}, {"content": "a"}, {"content": "é"}]
-    found = await streamed([*deltas, *({"tool_calls": [call]} for call in calls)], pieces)
+    choices = [{"delta": delta, "finish_reason": None} for delta in (*deltas, *({"tool_calls": [c]} for c in calls))]
+    chunks: list[dict[str, Any]] = [{"id": "x", "choices": [choice]} for choice in choices]
+    chunks[0]["comb"] = {"documents": []}
+    chunks.append({"id": "x", "choices": [{"delta": {}, "finish_reason": "stop"}]})
+    chunks.append({"id": "x", "choices": [], "usage": {"prompt_tokens": 9, "completion_tokens": 2}})
+    sent = "".join(f"data: {json.dumps(chunk)}\n\n" for chunk in chunks).encode() + b"data: [DONE]\n\n"
+    writer = CohereWriter(send := AsyncMock())
+    headers = [(b"content-type", b"text/event-stream; charset=utf-8")]
+    await writer({"type": "http.response.start", "status": 200, "headers": headers})
+    for at in range(0, len(sent), size):
+        more = at + size < len(sent)
+        await writer({"type": "http.response.body", "body": sent[at : at + size], "more_body": more})
+    out = b"".join(call.args[0].get("body", b"") for call in send.await_args_list).decode()
+    events = [event.split("\ndata: ") for event in out.strip().split("\n\n")]
+    found = [json.loads(data) for _, data in events]
+    assert [name.removeprefix("event: ") for name, _ in events] == [each["type"] for each in found]
     assert [each["type"] for each in found] == [
         "message-start", "content-start", "content-delta", "content-end", "content-start", "content-delta",
         "content-delta", "content-end", "tool-call-start", "tool-call-delta", "tool-call-end", "tool-call-start",
@@ -144,10 +131,8 @@ async def test_a_stream_opens_and_closes_every_part(pieces: int) -> None:
     assert found[-1]["delta"]["usage"]["tokens"]["input_tokens"] == 9
 
 
-async def test_errors_go_as_they_are() -> None:
-    server = Server()
-    found = await server.client().post(COHERE, {**ASKED, "documents": [{"id": "unknown"}]})
+async def test_errors_go_as_they_are(server: Server) -> None:
+    found = await server.post(COHERE, {**ASK, "documents": [{"id": "unknown"}]})
     assert (found.status, found.json["error"]["param"]) == (404, "documents")
     server.echo.fails = True
-    assert (await server.client().post(COHERE, {**ASKED, "documents": DOCUMENTS})).status >= 400
-    server.check_idle()
+    assert (await server.post(COHERE, {**ASK, "documents": DOCUMENTS})).status >= 400

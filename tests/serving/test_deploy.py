@@ -12,35 +12,29 @@ import pytest
 import typer
 import yaml
 
-from comb_serving.api.routes import CHAT
 from comb_serving.config.serve_options import ServeOptions, parse_bytes
 from comb_serving.launch.launcher import read_flags
-from comb_serving.linking.layout import LinkingLayout
 from comb_serving.plugin import add_commands
 from comb_serving.pool.capability import LinkReport
-from tests.helpers.middleware_server import Server, chat
+from tests.helpers.middleware_server import Server
 
 ROOT = Path(__file__).parents[2]
 DEPLOY = ROOT / "serving" / "deploy"
-LAYOUT = LinkingLayout(8, 16, 24, "model", "float32", 64, 4096)
-DASHBOARD = DEPLOY / "grafana" / "dashboards" / "comb.json"
-
-
-def series(prefix: str) -> set[str]:
-    """The series of the dashboard that begin with `prefix`."""
-    panels = json.loads(DASHBOARD.read_text())["panels"]
-    expressions = [target["expr"] for panel in panels for target in panel.get("targets", [])]
-    return {name for text in expressions for name in re.findall(rf"{prefix}:[a-z_]+", text)}
+PANELS = json.loads((DEPLOY / "grafana" / "dashboards" / "comb.json").read_text())["panels"]
+COMPOSE: dict[str, Any] = yaml.safe_load((DEPLOY / "compose.yaml").read_text())
+KUBERNETES: dict[str, Any] = {one["kind"]: one for one in yaml.safe_load_all((DEPLOY / "kubernetes.yaml").read_text())}
 
 
 async def test_the_dashboard_asks_for_our_series_as_they_are() -> None:
     pytest.importorskip("prometheus_client", reason="comes with vLLM")
-    there = await shown_by(Server()) | await shown_by(Server(method="naive", layout=LAYOUT))
-    assert series("comb") <= there
+    there = await shown_by(Server()) | await shown_by(Server(method="naive"))
+    expressions = [target["expr"] for panel in PANELS for target in panel.get("targets", [])]
+    asked = {name for text in expressions for name in re.findall(r"comb:[a-z_]+", text)}
+    assert asked <= there
     # counters whose `_total` is forgotten are what this test is for
     assert "comb:evictions" not in there
     # whatever is counted is shown somewhere
-    shown = {re.sub(r"_(bucket|sum|count)$", "", name) for name in series("comb")}
+    shown = {re.sub(r"_(bucket|sum|count)$", "", name) for name in asked}
     assert {re.sub(r"_(bucket|sum|count)$", "", name) for name in there} == shown
     assert {"comb:method", "comb:tenant_blocks", "comb:audit_tokens_total"} <= there
 
@@ -52,7 +46,7 @@ async def shown_by(server: Server) -> set[str]:
     from comb_serving.api.metrics import CombCollector
 
     preprocessor = server.app.front().preprocessor
-    assert (await server.client("alice").post(CHAT, chat())).status == 200
+    assert (await server.chat("alice")).status == 200
     preprocessor.counters.count_audit("naive", 3, 4)
     preprocessor.counters.count_found(3, linked=True)
     preprocessor.counters.count_prompt("naive", LinkReport(1, 2, 3))
@@ -63,10 +57,9 @@ async def shown_by(server: Server) -> set[str]:
 
 
 def test_panels_do_not_overlap_and_have_one_id_each() -> None:
-    panels = json.loads(DASHBOARD.read_text())["panels"]
-    assert len({panel["id"] for panel in panels}) == len(panels)
+    assert len({panel["id"] for panel in PANELS}) == len(PANELS)
     taken: set[tuple[int, int]] = set()
-    for panel in panels:
+    for panel in PANELS:
         place = panel["gridPos"]
         cells = {(place["x"] + x, place["y"] + y) for x in range(place["w"]) for y in range(place["h"])}
         assert not cells & taken
@@ -75,12 +68,11 @@ def test_panels_do_not_overlap_and_have_one_id_each() -> None:
 
 
 def test_compose_names_files_volumes_and_options_that_exist() -> None:
-    compose = yaml.safe_load((DEPLOY / "compose.yaml").read_text())
-    for service in compose["services"].values():
+    for service in COMPOSE["services"].values():
         for volume in service.get("volumes", []):
             source = re.sub(r"^\$\{[^}]*\}", "${}", volume).split(":")[0]
-            assert source == "${}" or source in compose["volumes"] or (DEPLOY / source).exists(), volume
-    build = compose["services"]["comb"]["build"]
+            assert source == "${}" or source in COMPOSE["volumes"] or (DEPLOY / source).exists(), volume
+    build = COMPOSE["services"]["comb"]["build"]
     assert (DEPLOY / build["context"]).resolve() == ROOT
     for kind in ("gpu", "cpu"):
         assert (ROOT / f"serving/deploy/Dockerfile.{kind}").exists()
@@ -94,14 +86,10 @@ class DeployedServer(NamedTuple):
     health: set[str]
 
 
-def kubernetes() -> dict[str, Any]:
-    return {one["kind"]: one for one in yaml.safe_load_all((DEPLOY / "kubernetes.yaml").read_text())}
-
-
 def deployed(name: str) -> DeployedServer:
     """The server that a file starts."""
     if name == "kubernetes":
-        pod = kubernetes()["Deployment"]["spec"]["template"]["spec"]
+        pod = KUBERNETES["Deployment"]["spec"]["template"]["spec"]
         (container,) = pod["containers"]
         mounts = {mount["mountPath"]: mount["name"] for mount in container["volumeMounts"]}
         (shm,) = (volume for volume in pod["volumes"] if volume["name"] == mounts["/dev/shm"])
@@ -109,16 +97,10 @@ def deployed(name: str) -> DeployedServer:
         (port,) = container["ports"]
         probes = [container[f"{kind}Probe"]["httpGet"] for kind in ("startup", "readiness", "liveness")]
         assert {probe["port"] for probe in probes} == {port["name"]}
-        return DeployedServer(
-            container["args"],
-            shm["emptyDir"]["sizeLimit"],
-            pod["terminationGracePeriodSeconds"],
-            port["containerPort"],
-            {probe["path"] for probe in probes},
-        )
-    service: dict[str, Any] = {}
-    for file in ("compose.yaml", f"{name}.yaml"):  # what stands in the second one counts
-        service |= yaml.safe_load((DEPLOY / file).read_text())["services"]["comb"]
+        paths, grace = {probe["path"] for probe in probes}, pod["terminationGracePeriodSeconds"]
+        return DeployedServer(container["args"], shm["emptyDir"]["sizeLimit"], grace, port["containerPort"], paths)
+    # what stands in the second one counts
+    service = COMPOSE["services"]["comb"] | yaml.safe_load((DEPLOY / f"{name}.yaml").read_text())["services"]["comb"]
     (port,) = service["ports"]
     outside, inside = port.split(":")
     (url,) = re.findall(r"http://localhost:([0-9]+)(/[a-z]+)", service["healthcheck"]["test"][-1])
@@ -148,12 +130,11 @@ def test_servers_are_started_with_options_that_exist_and_have_room_and_time(name
 
 
 def test_kubernetes_names_what_is_there() -> None:
-    found = kubernetes()
-    pod = found["Deployment"]["spec"]["template"]
+    pod = KUBERNETES["Deployment"]["spec"]["template"]
     (container,) = pod["spec"]["containers"]
     volumes = {volume["name"]: volume for volume in pod["spec"]["volumes"]}
     assert {mount["name"] for mount in container["volumeMounts"]} == volumes.keys()
-    claim = found["PersistentVolumeClaim"]
+    claim = KUBERNETES["PersistentVolumeClaim"]
     assert volumes["data"]["persistentVolumeClaim"]["claimName"] == claim["metadata"]["name"]
     (size,) = (item.split("=")[1] for item in container["args"] if item.startswith("--comb-disk-bytes="))
     assert parse_bytes(claim["spec"]["resources"]["requests"]["storage"]) > parse_bytes(size)
@@ -162,22 +143,22 @@ def test_kubernetes_names_what_is_there() -> None:
     assert all(path.startswith(mounted) for path in paths if path.startswith("/"))
     # what others must not read is no argument, which everybody on the machine can
     assert container["envFrom"] == [{"secretRef": {"name": "comb"}}]
-    for selector in (found["Service"]["spec"]["selector"], found["Deployment"]["spec"]["selector"]["matchLabels"]):
+    service = KUBERNETES["Service"]["spec"]
+    for selector in (service["selector"], KUBERNETES["Deployment"]["spec"]["selector"]["matchLabels"]):
         assert selector == pod["metadata"]["labels"]
-    (port,) = found["Service"]["spec"]["ports"]
+    (port,) = service["ports"]
     assert port["targetPort"] == container["ports"][0]["name"]
 
 
 def test_prometheus_and_grafana_find_each_other() -> None:
-    compose = yaml.safe_load((DEPLOY / "compose.yaml").read_text())["services"]
+    compose = COMPOSE["services"]
     scrape = yaml.safe_load((DEPLOY / "prometheus.yaml").read_text())["scrape_configs"][0]
     host, port = scrape["static_configs"][0]["targets"][0].split(":")
     assert host in compose
     assert int(port) == deployed("compose").port
     source = yaml.safe_load((DEPLOY / "grafana/provisioning/datasources/prometheus.yaml").read_text())["datasources"][0]
     assert source["url"].removeprefix("http://").split(":")[0] in compose
-    panels = json.loads(DASHBOARD.read_text())["panels"]
-    assert {panel["datasource"]["uid"] for panel in panels if "datasource" in panel} == {source["uid"]}
+    assert {panel["datasource"]["uid"] for panel in PANELS if "datasource" in panel} == {source["uid"]}
     provider = yaml.safe_load((DEPLOY / "grafana/provisioning/dashboards/comb.yaml").read_text())["providers"][0]
     mounted = [volume.split(":")[1] for volume in compose["grafana"]["volumes"]]
     assert provider["options"]["path"] in mounted

@@ -1,4 +1,4 @@
-"""`comb serve` with a small program in vLLM's place: folders, signals, and the flags that are looked at."""
+"""`comb serve` and `ServerProcess` with small programs in vLLM's place: folders, signals, flags, options."""
 
 from __future__ import annotations
 
@@ -19,7 +19,8 @@ import pytest
 from comb_serving.config.instance import LOCK, PREFIX, instance_folder, note_segments, remove_abandoned
 from comb_serving.config.serve_options import ServeOptions, flag_of, key_hash, parse_bytes, parse_pool_size, parse_share
 from comb_serving.launch.launcher import launch, read_flags, tokenizer_flags
-from tests.helpers.processes import wait_for, wait_until_gone
+from comb_serving.launch.server_process import ServerProcess
+from tests.helpers.processes import gone, wait_for, wait_until_gone
 
 PROGRAM = """
 import json, os, pathlib, signal, sys, time
@@ -37,13 +38,15 @@ import sys, pathlib
 from comb_serving.launch.launcher import launch
 from comb_serving.config.serve_options import ServeOptions
 sys.exit(launch(ServeOptions("owner/adapter"), ["--port", "1"], root=pathlib.Path(sys.argv[1]),
-    server=[sys.executable, "-c", sys.argv[2]]))
+    server=sys.argv[2:]))
 """
 
 
-def program(tmp_path: Path, then: str) -> tuple[str, Path]:
-    seen = tmp_path / "seen.json"
-    return PROGRAM.format(seen=str(seen), then=then), seen
+def program(tmp_path: Path, then: str) -> tuple[list[str], Path, Path]:
+    """Its command, where it writes about itself, and a folder for instances."""
+    seen, root = tmp_path / "seen.json", tmp_path / "root"
+    root.mkdir()
+    return [sys.executable, "-c", PROGRAM.format(seen=str(seen), then=then)], seen, root
 
 
 def told(path: Path) -> Any:
@@ -56,14 +59,10 @@ def test_the_server_gets_its_environment_and_the_folder_goes(tmp_path: Path, mon
     monkeypatch.setenv("VLLM_PLUGINS", "other")
     monkeypatch.setenv("COMB_ADMIN_KEY", "secret")
     monkeypatch.setenv("PROMETHEUS_MULTIPROC_DIR", "/nowhere")
-    root = tmp_path / "root"
-    root.mkdir()
-    code, seen = program(tmp_path, "sys.exit(3)")
+    server, seen, root = program(tmp_path, "sys.exit(3)")
     arguments = ["--max-model-len", "64", "-tp", "2", "--api-key", "k"]
-    server = [sys.executable, "-c", code]
     options = ServeOptions("owner/adapter", pool_bytes="4096", pool_dtype="fp8")
-    status = launch(options, arguments, root=root, server=server)
-    assert status == 3
+    assert launch(options, arguments, root=root, server=server) == 3
     found = told(seen)
     assert found["argv"][:2] == ["--model", "owner/adapter"]
     assert found["argv"][-2:] == ["--middleware", "comb_serving.api.middleware.CombMiddleware"]
@@ -94,21 +93,20 @@ def test_an_adapter_without_a_tokenizer_has_its_backbones(tmp_path: Path) -> Non
 
 
 def test_a_plain_model_brings_its_arguments_and_keeps_its_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    code, seen = program(tmp_path, "sys.exit(0)")
+    server, seen, root = program(tmp_path, "sys.exit(0)")
     engine = {"kv_transfer_config": {"kv_role": "kv_both"}, "scheduler_cls": "a.B", "no_such": True, "other": False}
     options = ServeOptions("nano", method="naive", pool_bytes="9")
-    launch(options, [], engine=engine, root=tmp_path, server=[sys.executable, "-c", code])
+    launch(options, [], engine=engine, root=root, server=server)
     argv = told(seen)["argv"]
     assert argv[2:4] == ["--served-model-name", "nano"]
     assert argv[4:10] == [
         "--kv-transfer-config", '{"kv_role": "kv_both"}', "--scheduler-cls", "a.B", "--no-such", "--no-other",
     ]  # fmt: skip
-    environment = told(seen)["environment"]
-    assert environment["VLLM_CPU_NUM_OF_RESERVED_CPU"] == "1"
+    assert told(seen)["environment"]["VLLM_CPU_NUM_OF_RESERVED_CPU"] == "1"
     seen.unlink()
     full = ServeOptions("nano", method="full")
     named = ["--served-model-name", "mine"]
-    launch(full, named, root=tmp_path, server=[sys.executable, "-c", code])
+    launch(full, named, root=root, server=server)
     assert told(seen)["argv"][2:4] == named
     assert "VLLM_CPU_NUM_OF_RESERVED_CPU" not in told(seen)["environment"]
     for name in ("kv-transfer-config", "scheduler_cls", "worker-cls", "tokenizer", "revision"):
@@ -121,12 +119,10 @@ def test_a_plain_model_brings_its_arguments_and_keeps_its_name(tmp_path: Path, m
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL])
 def test_signals_and_crashes(tmp_path: Path, number: signal.Signals) -> None:
-    root = tmp_path / "root"
-    root.mkdir()
+    server, seen, root = program(tmp_path, "time.sleep(60)")
     bystander = root / "comb-instance-like"
     bystander.mkdir()
-    code, seen = program(tmp_path, "time.sleep(60)")
-    launcher = subprocess.Popen([sys.executable, "-c", LAUNCH, str(root), code])
+    launcher = subprocess.Popen([sys.executable, "-c", LAUNCH, str(root), *server])
     pid = told(seen)["pid"]
     folders = [folder for folder in root.iterdir() if (folder / LOCK).exists()]
     assert len(folders) == 1
@@ -144,11 +140,9 @@ def test_signals_and_crashes(tmp_path: Path, number: signal.Signals) -> None:
 
 
 def test_a_second_signal_ends_a_server_at_once(tmp_path: Path) -> None:
-    code, seen = program(tmp_path, "signal.signal(signal.SIGTERM, lambda *_: print(flush=True)); time.sleep(60)")
-    root = tmp_path / "root"
-    root.mkdir()
-    command = [sys.executable, "-c", LAUNCH, str(root), code]
-    with subprocess.Popen(command, stdout=subprocess.PIPE) as launcher:
+    deaf = "signal.signal(signal.SIGTERM, lambda *_: print(flush=True)); time.sleep(60)"
+    server, seen, root = program(tmp_path, deaf)
+    with subprocess.Popen([sys.executable, "-c", LAUNCH, str(root), *server], stdout=subprocess.PIPE) as launcher:
         pid = told(seen)["pid"]
         assert launcher.stdout is not None
         for number in (signal.SIGTERM, signal.SIGINT):
@@ -163,8 +157,8 @@ def test_shared_memory_that_a_killed_engine_left_goes_with_its_instance(tmp_path
     mapping = (
         "import mmap, os, sys; f = open(sys.argv[1], 'r+b'); m = mmap.mmap(f.fileno(), 9); print(flush=True); input()"
     )
-    shared, others = (Path(f"/dev/shm/psm_comb_{name}_{os.getpid()}") for name in ("a", "b"))
-    for path in (shared, others):
+    both = shared, others = [Path(f"/dev/shm/psm_comb_{name}_{os.getpid()}") for name in "ab"]
+    for path in both:
         path.write_bytes(bytes(9))
     try:
         with instance_folder(tmp_path) as folder:
@@ -179,7 +173,7 @@ def test_shared_memory_that_a_killed_engine_left_goes_with_its_instance(tmp_path
         assert not shared.exists()
         assert others.exists()
     finally:
-        for path in (shared, others):
+        for path in both:
             path.unlink(missing_ok=True)
 
 
@@ -221,8 +215,7 @@ def test_a_healthy_server_is_reported(tmp_path: Path, host: str, shown: str, tls
             port = free.getsockname()[1]
     except OSError:
         pytest.skip(f"{host} is no address here")
-    code, seen = program(tmp_path, HEALTHY)
-    seen.with_name("root").mkdir()
+    server, seen, root = program(tmp_path, HEALTHY)
     found: list[str] = []
 
     def ready(address: str) -> None:
@@ -232,8 +225,8 @@ def test_a_healthy_server_is_reported(tmp_path: Path, host: str, shown: str, tls
     status = launch(
         ServeOptions("owner/adapter"),
         ["--host", host, "--port", str(port), *options],
-        root=tmp_path / "root",
-        server=["timeout", "30", sys.executable, "-c", code],
+        root=root,
+        server=["timeout", "30", *server],
         on_ready=ready,
     )
     assert (status, found) == (0, [f"{shown}:{port}"])
@@ -267,11 +260,10 @@ def test_a_server_that_cannot_start_says_why_in_one_line(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str], debug: bool
 ) -> None:
     monkeypatch.setenv("COMB_DEBUG", str(int(debug)))
-    (tmp_path / "root").mkdir()
-    server = [sys.executable, "-c", program(tmp_path, FAILING)[0]]
+    server, _, root = program(tmp_path, FAILING)
     cause = "ended at its start (status 1): pydantic_core.ValidationError: 1 mistake in cache No memory for the cache"
     with pytest.raises(RuntimeError, match=re.escape(cause)):
-        launch(ServeOptions("me/adapter"), root=tmp_path / "root", server=server)
+        launch(ServeOptions("me/adapter"), root=root, server=server)
     said = "".join(capfd.readouterr())
     assert "loading" in said
     assert "still here" in said
@@ -290,15 +282,90 @@ parser.parse_args()
 
 
 def test_an_option_that_vllm_does_not_know_is_one_line(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
-    (tmp_path / "root").mkdir()
-    server = [sys.executable, "-c", program(tmp_path, MISUSED)[0]]
-    with pytest.raises(
-        RuntimeError, match=r"ended at its start \(status 2\): unrecognized arguments: .* --nonsense 3 "
-    ):
-        launch(ServeOptions("me/adapter"), ["--nonsense", "3"], root=tmp_path / "root", server=server)
+    server, _, root = program(tmp_path, MISUSED)
+    said = r"ended at its start \(status 2\): unrecognized arguments: .* --nonsense 3 "
+    with pytest.raises(RuntimeError, match=said):
+        launch(ServeOptions("me/adapter"), ["--nonsense", "3"], root=root, server=server)
     said = "".join(capfd.readouterr())
     assert "in front" in said
     assert "--option" not in said
+
+
+SLOW_TO_START = """
+import sys, time
+from http.server import BaseHTTPRequestHandler, HTTPServer
+options = dict(zip(sys.argv[2::2], sys.argv[3::2]))
+born = time.monotonic()
+class Handler(BaseHTTPRequestHandler):
+    def do_GET(self):
+        self.send_response(200 if time.monotonic() > born + 0.3 else 503)
+        self.end_headers()
+    def log_message(self, *_): pass
+HTTPServer((options["--host"], int(options["--port"])), Handler).serve_forever()
+"""
+STARTING = [sys.executable, "-c", SLOW_TO_START, "adapter"]
+OWNER = """
+import sys, time
+from comb_serving.launch.server_process import ServerProcess
+server = ServerProcess(sys.argv[1:])
+print(server.pid, flush=True)
+time.sleep(60)
+"""
+
+
+def test_it_is_healthy_then_ends_and_says_so() -> None:
+    server = ServerProcess(STARTING)
+    server.wait_until_healthy(30)
+    server.check()
+    server.get("/health")
+    os.kill(server.pid, signal.SIGKILL)
+    wait_until_gone(server.pid)
+    with pytest.raises(RuntimeError, match=r"ended with status -9"):
+        server.check()
+    server.stop()
+    other = ServerProcess(STARTING)
+    other.wait_until_healthy(30)
+    assert [each.pid for each in other.tree()] == [other.pid]
+    other.stop()
+    assert gone(other.pid)
+    assert other.tree() == []
+
+
+def test_one_that_cannot_start_is_an_error_and_not_a_wait(tmp_path: Path) -> None:
+    with pytest.raises(RuntimeError, match="ended with status 3"):
+        ServerProcess([sys.executable, "-c", "raise SystemExit(3)"]).wait_until_healthy(30)
+    with pytest.raises(OSError, match="/no/such/program"):
+        ServerProcess(["/no/such/program"])
+    silent = [sys.executable, "-c", "print('why', flush=True); import time; time.sleep(60)"]
+    server = ServerProcess(silent, log=tmp_path / "log")
+    while "why" not in (tmp_path / "log").read_text():  # a busy machine takes its time
+        server.check()
+    with pytest.raises(RuntimeError, match=r"(?s)not healthy within 1 s; its log .* ends with:\nwhy"):
+        server.wait_until_healthy(1)
+    assert gone(server.pid)
+
+
+def test_one_that_does_not_end_by_itself_is_ended_with_all_below_it() -> None:
+    below = "import time; time.sleep(60)"
+    stubborn = f"""
+import signal, subprocess, sys
+signal.signal(signal.SIGTERM, signal.SIG_IGN)
+subprocess.run([sys.executable, "-c", {below!r}])
+"""
+    server = ServerProcess([sys.executable, "-c", stubborn])
+    while len(tree := server.tree()) < 2:
+        server.check()
+    server.stop(0.5)
+    assert all(gone(each.pid) for each in tree)
+
+
+def test_it_ends_with_its_owner() -> None:
+    with subprocess.Popen([sys.executable, "-c", OWNER, *STARTING], stdout=subprocess.PIPE) as owner:
+        assert owner.stdout is not None
+        pid = int(owner.stdout.readline())
+        assert not gone(pid)
+        owner.kill()
+    wait_until_gone(pid)
 
 
 def test_flags_that_cannot_be_served_are_refused() -> None:
@@ -307,17 +374,12 @@ def test_flags_that_cannot_be_served_are_refused() -> None:
     assert len(read_flags(["--api-key", "a", "b"], {"VLLM_API_KEY": "x"}).key_hashes) == 2
     usual = ["--default_chat_template_kwargs", '{"enable_thinking": false}']
     assert read_flags(usual, {}).chat_template_kwargs == {"enable_thinking": False}
-    for flag in (
-        ["--default-chat-template-kwargs.enable_thinking", "false"],
-        ["--default-chat-template-kwargs=[]"],
-        ["--api-server-count", "2"],
-        ["-dp=2"],
-        ["--data_parallel_size", "3"],
-        ["--chat-template", "x"],
-        ["--model", "m"],
-    ):
+    for flags in (
+        "--default-chat-template-kwargs.enable_thinking false", "--default-chat-template-kwargs=[]",
+        "--api-server-count 2", "-dp=2", "--data_parallel_size 3", "--chat-template x", "--model m",
+    ):  # fmt: skip
         with pytest.raises(ValueError, match=r"comb serve|a JSON object"):
-            read_flags(flag, {})
+            read_flags(flags.split(), {})
     with pytest.raises(ValueError, match="invalid int"):
         read_flags(["--port", "many"], {})
 

@@ -14,7 +14,6 @@ from typing import Any
 
 import pytest
 
-from comb.documents.document import Prompt
 from comb.documents.found import SegmentFinder, with_segments
 from comb_serving.api.routes import CHAT, COMPLETIONS, MESSAGES, RESPONSES
 from comb_training.nano import CHECKPOINT
@@ -56,17 +55,9 @@ def ask(server: Served, asked: Any, key: str = "alice", **more: Any) -> Any:
     return answer
 
 
-def compiled(server: Served, count: int) -> None:
+def compiled(server: Served, count: float) -> None:
     """Waits for what is compiled when nobody waits for an answer."""
     wait_for(lambda: server.metric("pool_documents") >= count and server.metric("requests_waiting") == 0)
-
-
-def linked_as(library: PlainLibrary, asked: Any, exact: int, held: set[tuple[int, ...]]) -> Prompt:
-    """The prompt with the segments that are to be linked behind `exact` tokens."""
-    ids = library.chat(asked).flat
-    spans = SegmentFinder(library.builder.tokenizer, least=LEAST).find(ids)
-    spans = [(start, n) for start, n in spans if ids[start : start + n] in held and start >= exact]
-    return with_segments(ids, spans)
 
 
 def test_the_third_sight_links_what_stands_elsewhere_as_the_library_does(server: Served, library: PlainLibrary) -> None:
@@ -79,14 +70,14 @@ def test_the_third_sight_links_what_stands_elsewhere_as_the_library_does(server:
         assert "comb" not in answer
         full = library.logs(library.chat(asked), "full", 8)
         assert logprobs((200, answer)) == pytest.approx(full, abs=CLOSE)
-    compiled(server, int(before) + 4)
+    compiled(server, before + 4)
     answer = ask(server, third)
     report = answer["comb"]
-    ids = library.chat(first).flat
-    places = SegmentFinder(library.builder.tokenizer, least=LEAST).find(ids)
-    held = {ids[start : start + tokens] for start, tokens in places}
+    finder, ids = SegmentFinder(library.builder.tokenizer, least=LEAST), library.chat(first).flat
+    held = {ids[start : start + tokens] for start, tokens in finder.find(ids)}
     assert len(held) == 4
-    prompt = linked_as(library, third, 0, held)
+    ids = library.chat(third).flat
+    prompt = with_segments(ids, [(start, n) for start, n in finder.find(ids) if ids[start : start + n] in held])
     assert [document["state"] for document in report["documents"]] == ["hit"] * 4
     assert report["head_tokens"] + report["linked_tokens"] + report["computed_tokens"] == len(prompt.flat)
     assert report["linked_tokens"] == sum(len(segment) - 4 for segment in prompt.segments)
@@ -152,7 +143,7 @@ def test_each_way_to_ask_has_hits(server: Served, path: str) -> None:
         status, answer = server.request("POST", path, {"model": "nano", **body(order)})
         assert status == 200, answer
         assert "comb" not in answer
-    compiled(server, int(before) + 3)
+    compiled(server, before + 3)
     status, answer = server.request("POST", path, {"model": "nano", **body([2, 1, 0])})
     assert status == 200, answer
     assert [document["state"] for document in answer["comb"]["documents"]] == ["hit"] * 3
@@ -198,10 +189,9 @@ def test_what_can_not_be_linked_is_plain(server: Served) -> None:
 
 
 def test_the_agent_of_the_examples_has_hits(server: Served) -> None:
-    path = Path(__file__).parents[2] / "examples" / "agent.py"
-    found = subprocess.run(
-        [sys.executable, str(path), "nano", f"{server.url}/v1", "alice"], capture_output=True, text=True, check=False
-    )
+    agent = Path(__file__).parents[2] / "examples" / "agent.py"
+    command = [sys.executable, agent, "nano", f"{server.url}/v1", "alice"]
+    found = subprocess.run(command, capture_output=True, text=True, check=False)
     assert found.returncode == 0, found.stderr
     turns = [tuple(map(int, re.findall(r"\d+", line))) for line in found.stdout.splitlines()]
     assert [linked for _, _, linked in turns[:2]] == [0, 0]

@@ -8,11 +8,8 @@ import signal
 import subprocess
 import sys
 import time
-import urllib.error
-import urllib.request
-from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +18,7 @@ import pytest
 from comb_serving.api.routes import CHAT, COMPLETIONS, MESSAGES, RESPONSES
 from comb_serving.launch.server_process import free_port
 from tests.helpers.processes import wait_for
+from tests.helpers.served import Served
 
 pytest.importorskip("uvicorn")
 
@@ -80,32 +78,15 @@ SAID = [{"role": "user", "content": "Where?"}]
 LONG = {"messages": SAID, "max_tokens": 10_000}
 
 
-def ask(url: str, path: str, body: Any = None) -> tuple[int, str]:
-    data = None if body is None else json.dumps(body).encode()
-    asked = urllib.request.Request(url + path, data, {"content-type": "application/json"})
-    try:
-        with urllib.request.urlopen(asked, timeout=60) as answer:
-            return answer.status, answer.read().decode()
-    except urllib.error.HTTPError as error:
-        return error.code, error.read().decode()
-
-
-@contextmanager
-def ending(launcher: subprocess.Popen[bytes]) -> Iterator[None]:
-    try:
-        yield
-    finally:
-        launcher.kill()  # and with it the server
-
-
 def test_open_streams_have_their_time_then_an_error_and_nothing_is_left(tmp_path: Path) -> None:
-    url = f"http://127.0.0.1:{(port := free_port())}"
+    port = free_port()
     launcher = subprocess.Popen([sys.executable, "-c", LAUNCH, str(tmp_path), str(port), SERVER])
+    server = Served(port, tmp_path, launcher, tmp_path)
 
     def healthy() -> bool:
         assert launcher.poll() is None
         try:
-            return ask(url, "/health")[0] == 200
+            return server.request("GET", "/health")[0] == 200
         except OSError:
             return False
 
@@ -121,21 +102,22 @@ def test_open_streams_have_their_time_then_an_error_and_nothing_is_left(tmp_path
         "encoding": (CHAT, {**LONG, "documents": ["Ada goes on. " * 8]}),
         "registration": ("/v1/documents", {"text": "Ada goes on. " * 8}),
     }
-    with ThreadPoolExecutor(16) as clients, ending(launcher):
-        open_ones = {name: clients.submit(ask, url, *case) for name, case in cases.items()}
-        wait_for(lambda: ask(url, "/begun")[1] == "7")
+    with ThreadPoolExecutor(16) as clients, ExitStack() as ending:
+        ending.callback(launcher.kill)  # and with it the server
+        open_ones = {name: clients.submit(server.request, "POST", *case) for name, case in cases.items()}
+        wait_for(lambda: server.request("GET", "/begun")[1] == 7)
         start = time.monotonic()
         launcher.send_signal(signal.SIGTERM)
-        wait_for(lambda: ask(url, "/health")[0] == 503)
-        status, body = ask(url, CHAT, LONG)
-        assert (status, "shutting down" in json.loads(body)["error"]["message"]) == (503, True)
+        wait_for(lambda: server.request("GET", "/health")[0] == 503)
+        status, body = server.request("POST", CHAT, LONG)
+        assert (status, "shutting down" in body["error"]["message"]) == (503, True)
         assert launcher.wait(DRAIN + 20) == 0
         assert time.monotonic() - start > DRAIN
         answers = {name: found.result() for name, found in open_ones.items()}
     assert answers.pop("short")[1].endswith("data: [DONE]\n\n")
     for name in ("whole", "encoding", "registration"):
         status, body = answers.pop(name)
-        assert (status, json.loads(body)["error"]["code"]) == (503, 503), name
+        assert (status, body["error"]["code"]) == (503, 503), name
     for name, (status, body) in answers.items():
         last = body.removesuffix("data: [DONE]\n\n").rstrip().rpartition("\n\n")[2]
         event, _, data = last.rpartition("data: ")
