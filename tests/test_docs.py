@@ -104,6 +104,15 @@ def of(language: str) -> list[Path]:
     return [page for page in PAGES if any(block.language == language for block in blocks(page))]
 
 
+def _is_tried(block: Block, language: str) -> bool:
+    return block.language == language and not block.not_run and not block.served
+
+
+def programs(page: Path) -> list[str]:
+    """Those that don't say why they don't run here."""
+    return [f"# {each.place}\n{each.text}" for each in blocks(page) if _is_tried(each, "python")]
+
+
 @pytest.mark.parametrize("page", of("bash"), ids=named)
 def test_commands(page: Path, reader: Reader) -> None:
     """One after the other, as a reader goes through the page."""
@@ -118,19 +127,13 @@ def test_commands(page: Path, reader: Reader) -> None:
     assert not failed, "\n\n".join(failed)
 
 
-@pytest.mark.parametrize("page", of("python"), ids=named)
+@pytest.mark.parametrize("page", [page for page in PAGES if programs(page)], ids=named)
 def test_programs(page: Path, reader: Reader) -> None:
     """A page's programs go on from each other."""
-    text = "\n".join(f"# {each.place}\n{each.text}" for each in blocks(page) if _is_tried(each, "python"))
-    if not text:
-        pytest.skip("all of them say why they don't run here")
+    text = "\n".join(programs(page))
     reader.make(text)
     status, output = reader.forks.python(text)
     assert status == 0, f"{text}\n{output[-3000:]}"
-
-
-def _is_tried(block: Block, language: str) -> bool:
-    return block.language == language and not block.not_run and not block.served
 
 
 @pytest.mark.parametrize("page", [*of("yaml"), *of("json")], ids=named)
