@@ -386,6 +386,8 @@ async def test_trouble_is_an_error_object_and_holds_nothing(server: Server) -> N
     assert full.status == 429
     assert int(full.headers["retry-after"]) > 0
     assert (await client.post(CHAT, chat(documents=[{"token_ids": [9] * 65}]))).status == 400
+    larger = chat(documents=[{"token_ids": [number] * 64} for number in range(3)])  # than the whole pool
+    assert (await client.post(CHAT, larger)).status == 400
 
 
 @pytest.mark.parametrize(
