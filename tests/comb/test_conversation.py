@@ -6,6 +6,7 @@ import functools
 import gc
 import threading
 import weakref
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -17,10 +18,9 @@ from transformers import LogitsProcessor
 
 from comb import CombForCausalLM, LinkTokensForCausalLM, PICEngine
 from comb.engine.conversation import Conversation
-from comb.engine.decoding import AnswerStream
-from tests.comb.test_hybrid_methods import text_model
 from tests.helpers.byte_text import byte_tokenizer
 from tests.helpers.families import FAMILIES, open_gates
+from tests.helpers.hybrids import text_model
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -74,35 +74,17 @@ def engine_of(family: str = "llama", method: str = "legolink:2", **options: Any)
 
 
 class Scores(LogitsProcessor):
-    """Notes the logits of every step; may fail at one."""
+    """Notes the logits of every step; may do something at one, or have tokens said (None: what the model says)."""
 
-    def __init__(self, fails_at: int | None = None) -> None:
+    def __init__(self, says: Sequence[int | None] = (), **at: Callable[[], Any]) -> None:
         self.steps: list[Tensor] = []
-        self.fails_at = fails_at
+        self.says, self.at = iter(says), at
 
     def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
-        if len(self.steps) == self.fails_at:
-            raise RuntimeError("the lights went out")
+        self.at.get(f"step_{len(self.steps)}", lambda: None)()
         self.steps.append(scores[0].float().clone())
-        return scores
-
-
-class HeldUntilClosed(LogitsProcessor):
-    """Holds the third token of a stream back until somebody closes the stream: it never ends by itself."""
-
-    def __init__(self) -> None:
-        self.steps = 0
-        self.reached, self.known = threading.Event(), threading.Event()
-        self.stream: AnswerStream | None = None
-
-    def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
-        self.steps += 1
-        if self.steps == 3:
-            self.reached.set()
-            assert self.known.wait(60)
-            assert self.stream is not None
-            assert self.stream._generation.stop.wait(60)
-        return scores
+        said = next(self.says, None)
+        return scores if said is None else torch.full_like(scores, -torch.inf).index_fill(1, torch.tensor([said]), 0.0)
 
 
 def asked(chat: Conversation, question: str, *documents: str, **options: Any) -> tuple[Any, Tensor]:
@@ -120,6 +102,20 @@ def error(one: Tensor, other: Tensor) -> float:
 
 def states(answer: Any) -> list[str]:
     return [document.state for document in answer.report.documents]
+
+
+def second_turn(engine: PICEngine, *new: str, says: Sequence[int | None] = (), **first: Any) -> tuple[Any, Any, Any]:
+    """A conversation, its answers to "When?" and "Where to?": the second as if both were linked from the start."""
+    chat, anew = engine.conversation([MILL]), engine.conversation([MILL])
+    for conversation in (chat, anew):
+        settings = {"max_new_tokens": NEW, **first}
+        answered = conversation.ask("When?", logits_processor=[Scores(says=says)], **settings)
+    anew.release()
+    (answer, logits), (expected, reference) = (asked(each, "Where to?", *new) for each in (chat, anew))
+    assert error(logits, reference) < EXACT
+    assert answer.token_ids == expected.token_ids
+    assert answer.report.prompt_tokens == expected.report.prompt_tokens
+    return chat, answered, answer
 
 
 CASES = [(name, spec) for name in HYBRIDS for spec in ("hypic:4", "full")] + [("llama", spec) for spec in ON_LLAMA]
@@ -208,19 +204,11 @@ def test_the_first_turn_is_the_question_alone_and_added_documents_have_ids() -> 
 @pytest.mark.parametrize(("family", "method"), [("qwen3_next", "hypic:4"), ("llama", "legolink:2"), ("llama", "comb")])
 def test_a_template_that_writes_earlier_turns_in_another_way(family: str, method: str) -> None:
     """Keys and values are cut where the texts part, states can't be; both answer as if linked from the start."""
-    engine = engine_of(family, method, template=THINKING)
-    chat, anew = engine.conversation([MILL]), engine.conversation([MILL])
-    prompt = asked(chat, "When?")[0].report.prompt_tokens
-    asked(anew, "When?")
-    anew.release()
     # every token reads the documents of cross blocks
     new = () if method == "comb" else (CITY,)
-    answer, logits = asked(chat, "Where to?", *new)
-    expected, reference = asked(anew, "Where to?", *new)
-    assert error(logits, reference) < EXACT
-    assert answer.token_ids == expected.token_ids
+    chat, first, answer = second_turn(engine_of(family, method, template=THINKING), *new)
     if family == "llama":
-        assert (answer.report.continued_tokens, chat.relinked) == (prompt - len("Hm."), 0)
+        assert (answer.report.continued_tokens, chat.relinked) == (first.report.prompt_tokens - len("Hm."), 0)
     else:
         assert (answer.report.continued_tokens, chat.relinked) == (0, 1)
         assert "states or sliding windows can't be cut" in answer.report.relinked
@@ -256,18 +244,25 @@ def test_a_turn_that_fails_leaves_everything_as_it_was(family: str, method: str)
     before, size = chat.messages, chat.nbytes
     # every token reads the documents of cross blocks
     new = () if method == "comb" else (CITY,)
-    with pytest.raises(RuntimeError, match="lights"):
-        chat.ask("Where to?", new, logits_processor=[Scores(fails_at=3)], max_new_tokens=NEW)
+    with pytest.raises(ZeroDivisionError):
+        chat.ask("Where to?", new, logits_processor=[Scores(step_3=lambda: 1 / 0)], max_new_tokens=NEW)
     with pytest.raises(ValueError, match="max_new_tokens"):
         chat.ask("Where to?", new, max_new_tokens=0)
-    held = HeldUntilClosed()
+    reached, known = threading.Event(), threading.Event()
+
+    def hold() -> None:
+        """Until somebody closes the stream: it never ends by itself."""
+        reached.set()
+        assert known.wait(60)
+        assert stream._generation.stop.wait(60)
+
+    held = Scores(step_2=hold)
     with chat.stream("Where to?", new, max_new_tokens=NEW, min_new_tokens=NEW, logits_processor=[held]) as stream:
-        held.stream = stream
-        held.known.set()
-        assert held.reached.wait(60)
+        known.set()
+        assert reached.wait(60)
     with pytest.raises(RuntimeError, match="no answer"):
         _ = stream.answer
-    assert held.steps == 3
+    assert len(held.steps) == 3
     assert (chat.messages, chat.nbytes) == (before, size)
     _, logits = asked(chat, "Where to?", *new)
     _, reference = asked(untouched, "Where to?", *new)
@@ -276,20 +271,15 @@ def test_a_turn_that_fails_leaves_everything_as_it_was(family: str, method: str)
 
 
 def test_a_stream_whose_answer_is_whole_is_a_turn_read_or_not() -> None:
-    chat = engine_of().conversation([MILL])
-    stream = chat.stream("When?", max_new_tokens=NEW)
-    stream._generation.thread.join(60)
-    stream.close()
-    assert chat.messages[1:] == [{"role": "assistant", "content": stream.answer.text}]
-
-
-def test_a_stream_that_is_read_to_its_end_is_a_turn() -> None:
     engine = engine_of("bamba", "hypic:4")
     chat, twin = engine.conversation([MILL]), engine.conversation([MILL])
-    for _ in range(2):
+    for read in (True, False):
         expected = chat.ask("When?", max_new_tokens=NEW)
         with twin.stream("When?", max_new_tokens=NEW) as stream:
-            assert "".join(stream) == expected.text
+            if read:
+                assert "".join(stream) == expected.text
+            else:
+                stream._generation.thread.join(60)
         assert stream.answer.token_ids == expected.token_ids
         assert stream.report.continued_tokens == expected.report.continued_tokens
     assert twin.messages == chat.messages
@@ -322,44 +312,34 @@ def test_only_the_last_turn_is_held(family: str, method: str) -> None:
     engine = engine_of(family, method)
     chat = engine.conversation([MILL])
 
-    def held(chat: Conversation) -> list[weakref.ref[Any]]:
-        left = chat._history.past
-        assert left is not None
-        return [weakref.ref(layer) for layer in left.cache.layers]
-
-    def alive(references: list[weakref.ref[Any]]) -> int:
+    def held(chat: Conversation) -> weakref.WeakSet[Any]:
         gc.collect()
-        return sum(reference() is not None for reference in references)
+        left = chat._history.past
+        return weakref.WeakSet(left.cache.layers if left is not None else ())
 
     assert chat.nbytes == 0
     asked(chat, "When?")
-    first = held(chat)
-    assert alive(first) == len(first)
-    size = chat.nbytes
+    first, size = held(chat), chat.nbytes
+    assert len(first) > 0
     asked(chat, "Where?", 4 * MILL)
     second = held(chat)
-    assert alive(first) == 0
-    assert chat.nbytes > size
+    assert (len(first), len(second) > 0, chat.nbytes > size) == (0, True, True)
     chat.release()
-    assert (alive(second), chat.nbytes) == (0, 0)
+    assert (len(held(chat)), len(second), chat.nbytes) == (0, 0, 0)
     asked(chat, "And?")
     third = held(chat)
+    assert len(third) > 0
     del chat
-    assert alive(third) == 0
+    gc.collect()
+    assert len(third) == 0
 
 
 @pytest.mark.parametrize(("method", "settings"), [("full", {"num_beams": 2}), ("legolink:2", {"num_beams": 2}),
                                                   ("full", {"use_cache": False})])  # fmt: skip
 def test_an_answer_that_leaves_no_cache(method: str, settings: dict[str, Any]) -> None:
     """Beams: the prompt's own cache is gone on from, where the method has made one."""
-    engine = engine_of("llama", method)
-    chat, anew = engine.conversation([MILL]), engine.conversation([MILL])
-    for conversation in (chat, anew):
-        prompt = conversation.ask("When?", max_new_tokens=NEW, **settings).report.prompt_tokens
-    anew.release()
-    answer, logits = asked(chat, "Where to?", CITY)
-    assert error(logits, asked(anew, "Where to?", CITY)[1]) < EXACT
-    assert answer.report.continued_tokens == (0 if method == "full" else prompt - 1)
+    _, first, answer = second_turn(engine_of("llama", method), CITY, **settings)
+    assert answer.report.continued_tokens == (0 if method == "full" else first.report.prompt_tokens - 1)
     assert ("left no cache" in answer.report.relinked) == (method == "full")
 
 
@@ -380,28 +360,13 @@ def test_new_documents_with_an_encoder_are_read_by_all_turns() -> None:
 @pytest.mark.parametrize(("family", "method"), [("qwen3_next", "hypic:4"), ("llama", "comb")])
 def test_an_answer_that_ends_by_itself(family: str, method: str) -> None:
     """Its end token is the template's business."""
-
-    class Ends(Scores):
-        def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
-            super().__call__(input_ids, scores)
-            end = torch.full_like(scores, -torch.inf)
-            end[:, chat_end] = 0
-            return end if len(self.steps) == 4 else scores
-
     engine = engine_of(family, method)
-    chat_end = engine.tokenizer.eos_token_id
-    chat, anew = engine.conversation([MILL]), engine.conversation([MILL])
-    for conversation in (chat, anew):
-        first = conversation.ask("When?", logits_processor=[Ends()], max_new_tokens=9, eos_token_id=chat_end)
-    assert (first.token_ids[-1], len(first.token_ids)) == (chat_end, 4)
-    anew.release()
-    answer, logits = asked(chat, "Where?")
-    expected, reference = asked(anew, "Where?")
-    assert error(logits, reference) < EXACT
+    end = engine.tokenizer.eos_token_id
+    _, first, answer = second_turn(engine, says=[None, None, None, end], max_new_tokens=9, eos_token_id=end)
+    assert (first.token_ids[-1], len(first.token_ids)) == (end, 4)
     assert answer.report.continued_tokens == first.report.prompt_tokens + 3
-    # <|end|><|user|>Where?<|assistant|> behind it: no end token twice
-    added = len("<>") + 1 + len("Where?")
-    assert answer.report.prompt_tokens == expected.report.prompt_tokens == answer.report.continued_tokens + added
+    # <|end|><|user|>Where to?<|assistant|> behind it: no end token twice
+    assert answer.report.prompt_tokens == answer.report.continued_tokens + len("<>") + 1 + len("Where to?")
 
 
 def test_a_conversation_notices_other_weights_and_methods() -> None:
@@ -448,20 +413,12 @@ def test_mac_attention_goes_on() -> None:
 @pytest.mark.parametrize(("family", "method"), [("llama", "naive"), ("qwen3_next", "hypic:4")])
 def test_history_is_what_the_template_makes_of_it(family: str, method: str) -> None:
     """It may drop an answer's thinking, or the white space around it: as in a chat with the same messages."""
-
-    class Says(Scores):
-        def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
-            super().__call__(input_ids, scores)
-            said = torch.full_like(scores, -torch.inf)
-            said[:, words[len(self.steps) - 1]] = 0
-            return said
-
     template = PLAIN.replace("{{ m.content }}", "{{ m.content.split('</think>')[-1] | trim }}")
     engine = engine_of(family, method, template=template)
     chat = engine.conversation([MILL])
     for said in ("<think>a</think> b", "no ", "It did."):
         words = engine.tokenizer.encode(said)
-        chat.ask("When?", logits_processor=[Says()], max_new_tokens=len(words))
+        chat.ask("When?", logits_processor=[Scores(says=words)], max_new_tokens=len(words))
     assert [each["content"] for each in chat.messages[1::2]] == ["<think>a</think> b", "no ", "It did."]
     messages = [*chat.messages, {"role": "user", "content": "So?"}]
     answer, logits = asked(chat, "So?")
