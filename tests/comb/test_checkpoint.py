@@ -1,9 +1,10 @@
-"""Saving and loading: the adapter alone, its backbone checked, and damage named."""
+"""Saving and loading: the adapter alone, its backbone checked, damage named; and the layout of the published one."""
 
 from __future__ import annotations
 
 import json
 import logging
+import re
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,8 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from comb import CombConfig, CombForCausalLM
 from comb.backbones.loading import resolve_name
+from comb.model.conversion import convert_release
+from tests.helpers.byte_text import byte_tokenizer
 from tests.helpers.families import FAMILIES, open_gates, tiny
 
 
@@ -41,9 +44,6 @@ def edit(path: Path, **values: object) -> None:
 def test_the_folder_holds_the_adapter_alone(saved: Path, caplog: pytest.LogCaptureFixture) -> None:
     names = {path.name for path in (saved / "adapter").iterdir()}
     assert {"config.json", "model.safetensors", "README.md", "generation_config.json"} <= names
-    backbone = json.loads((saved / "adapter" / "config.json").read_text())["backbone_config"]
-    assert backbone["model_type"] == "llama"
-    assert "_name_or_path" not in backbone  # where the backbone lay here is nobody else's business
     weights = load_file(saved / "adapter" / "model.safetensors")
     with caplog.at_level(logging.WARNING, logger="comb"):
         model = CombForCausalLM.from_pretrained(saved / "adapter")
@@ -53,12 +53,13 @@ def test_the_folder_holds_the_adapter_alone(saved: Path, caplog: pytest.LogCaptu
     config = json.loads((saved / "adapter" / "config.json").read_text())
     assert config["model_type"] == "comb"
     assert config["backbone_config"]["model_type"] == "llama"
+    assert "_name_or_path" not in config["backbone_config"]  # where the backbone lay here is nobody else's business
     assert config["backbone_name_or_path"] == "backbone"  # and where it lies is found by whoever made it
     assert config["architectures"] == ["CombForCausalLM"]
 
 
 @pytest.mark.parametrize("loader", [CombForCausalLM, AutoModelForCausalLM])
-def test_round_trip(saved: Path, loader: type) -> None:
+def test_round_trip(saved: Path, loader: Any) -> None:
     torch.manual_seed(99)  # whatever the state of the generator, loading draws nothing from it
     model = loader.from_pretrained(str(saved / "adapter"))
     assert isinstance(model, CombForCausalLM)
@@ -69,6 +70,9 @@ def test_round_trip(saved: Path, loader: type) -> None:
     direct = CombForCausalLM.from_pretrained(saved / "adapter", backbone=tiny("llama"))
     assert torch.equal(logits(model), logits(direct))
     assert isinstance(AutoConfig.from_pretrained(saved / "adapter"), CombConfig)
+    eager = loader.from_pretrained(saved / "adapter", attn_implementation="eager")
+    implementations = {c._attn_implementation for c in (eager.config, eager.encoder.config, eager.backbone.config)}
+    assert implementations == {"eager"}
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -127,29 +131,6 @@ def test_a_relative_backbone_folder_is_found_from_anywhere(saved: Path, monkeypa
     CombForCausalLM.from_pretrained(saved / "relative")
 
 
-@pytest.mark.parametrize("loader", [CombForCausalLM, AutoModelForCausalLM])
-def test_attention_implementation_reaches_everything(saved: Path, loader: Any) -> None:
-    model = loader.from_pretrained(saved / "adapter", attn_implementation="eager")
-    implementations = {c._attn_implementation for c in (model.config, model.encoder.config, model.backbone.config)}
-    assert implementations == {"eager"}
-
-
-def test_another_backbone_is_refused(saved: Path) -> None:
-    with pytest.raises(ValueError, match=r"embedding differs .* this adapter belongs to .*backbone"):
-        CombForCausalLM.from_pretrained(saved / "adapter", backbone=tiny("llama", seed=5))
-    with pytest.raises(ValueError, match="other names or shapes"):
-        CombForCausalLM.from_pretrained(saved / "adapter", backbone=tiny("qwen2"))
-
-
-def test_a_missing_backbone_says_what_to_do(saved: Path) -> None:
-    edit(saved / "adapter" / "config.json", backbone_name_or_path=str(saved / "gone"))
-    with pytest.raises(OSError, match=r"gone.* could not be loaded .*backbone=\.\.\."):
-        CombForCausalLM.from_pretrained(saved / "adapter")
-    edit(saved / "adapter" / "config.json", backbone_name_or_path="")
-    with pytest.raises(ValueError, match="doesn't name its backbone"):
-        CombForCausalLM.from_pretrained(saved / "adapter")
-
-
 def test_an_adapter_that_knows_no_exact_prefix_reads_as_it_did(saved: Path) -> None:
     path = saved / "adapter" / "config.json"
     written = json.loads(path.read_text())
@@ -158,35 +139,38 @@ def test_an_adapter_that_knows_no_exact_prefix_reads_as_it_did(saved: Path) -> N
     assert CombForCausalLM.from_pretrained(saved / "adapter").config.exact_prefix is False
 
 
-def test_a_plain_model_is_no_adapter(saved: Path) -> None:
+def test_another_backbone_or_none_is_refused(saved: Path) -> None:
+    adapter = saved / "adapter"
+    with pytest.raises(ValueError, match=r"embedding differs .* this adapter belongs to .*backbone"):
+        CombForCausalLM.from_pretrained(adapter, backbone=tiny("llama", seed=5))
+    with pytest.raises(ValueError, match="other names or shapes"):
+        CombForCausalLM.from_pretrained(adapter, backbone=tiny("qwen2"))
+    edit(adapter / "config.json", backbone_name_or_path=str(saved / "gone"))
+    with pytest.raises(OSError, match=r"gone.* could not be loaded .*backbone=\.\.\."):
+        CombForCausalLM.from_pretrained(adapter)
+    edit(adapter / "config.json", backbone_name_or_path="")
+    with pytest.raises(ValueError, match="doesn't name its backbone"):
+        CombForCausalLM.from_pretrained(adapter)
     with pytest.raises(ValueError, match=r"model_type 'llama', not a COMB adapter; .*from_backbone"):
         CombForCausalLM.from_pretrained(saved / "backbone")
 
 
 @pytest.mark.parametrize(
-    ("changes", "message"),
+    ("name", "change", "message"),
     [
-        ({"encoder.layers.1.mlp.up_proj.weight": lambda w: w.index_fill(0, torch.tensor([3]), torch.nan)},
-         r"encoder\.layers\.1\.mlp\.up_proj\.weight holds NaN"),
-        ({"cross_blocks.0.mlp_gate": None}, r"lacks 1 weights, among them \['cross_blocks.0.mlp_gate'\]"),
-        ({"cross_blocks.0.mlp_gate": lambda w: w.repeat(2)},
-         r"mlp_gate has shape \(2,\), its configuration says \(1,\)"),
+        ("encoder.layers.1.mlp.up_proj.weight", lambda w: w.index_fill(0, torch.tensor([3]), torch.nan), " holds NaN"),
+        ("cross_blocks.0.mlp_gate", None, r"lacks 1 weights, among them \['cross_blocks.0.mlp_gate'\]"),
+        ("cross_blocks.0.mlp_gate", lambda w: w.repeat(2), r" has shape \(2,\), its configuration says \(1,\)"),
     ],
     ids=["NaN", "missing", "misshapen"],
-)  # fmt: skip
-def test_damaged_weights_are_refused(saved: Path, changes: dict[str, Any], message: str) -> None:
+)
+def test_damaged_weights_are_refused(saved: Path, name: str, change: Any, message: str) -> None:
     path = saved / "adapter" / "model.safetensors"
     weights = load_file(path)
-    for name, change in changes.items():
-        weight = weights.pop(name)
-        weights |= {name: change(weight)} if change else {}
-    save_file(weights, path, metadata={"format": "pt"})
-    with pytest.raises(ValueError, match=message):
+    weight = weights.pop(name)
+    save_file(weights | ({name: change(weight)} if change else {}), path, metadata={"format": "pt"})
+    with pytest.raises(ValueError, match=re.escape(name) + message if change else message):
         CombForCausalLM.from_pretrained(saved / "adapter")
-
-
-def test_no_weights_or_half_of_them(saved: Path) -> None:
-    path = saved / "adapter" / "model.safetensors"
     path.write_bytes(path.read_bytes()[:-100])
     with pytest.raises(Exception, match=r"(?i)incomplete|invalid|deserializ"):
         CombForCausalLM.from_pretrained(saved / "adapter")
@@ -243,3 +227,188 @@ def test_forms_that_are_gone_are_refused_by_name(saved: Path) -> None:
     edit(folder / "config.json", encoder_config={**encoder, "shared_layers": True, "primer": [5]})
     with pytest.raises(ValueError, match=r"any more \(primer, shared_layers\): train a front"):
         CombForCausalLM.from_pretrained(folder)
+
+
+REFERENCE = Path(__file__).parents[2].parent / "shared" / "data" / "reference" / "combllama_tiny"
+needs_reference = pytest.mark.skipif(not REFERENCE.exists(), reason="the release's reference checkpoint is not here")
+
+
+@needs_reference
+@torch.no_grad()
+def test_agrees_with_the_release(tmp_path: Path) -> None:
+    convert_release(REFERENCE, tmp_path / "out")
+    model = AutoModelForCausalLM.from_pretrained(tmp_path / "out")
+    assert isinstance(model, CombForCausalLM)
+    expected = load_file(REFERENCE / "reference.safetensors")
+    (picache,) = model.encode([expected["chunk_ids"][0]])
+    for index, head in enumerate(model.encoder.key_value_heads):
+        keys = head.k_norm(expected[f"k.{index}"][0])  # recorded in front of the norm
+        torch.testing.assert_close(picache.keys[index], keys, rtol=0, atol=1e-4)
+        torch.testing.assert_close(picache.values[index], expected[f"v.{index}"][0], rtol=0, atol=1e-4)
+    linked = model(expected["input_ids"], documents=[[picache]]).logits
+    torch.testing.assert_close(linked, expected["logits"], rtol=0, atol=1e-4)
+    off = model(expected["input_ids"]).logits
+    torch.testing.assert_close(off, expected["logits_encoder_off"], rtol=0, atol=1e-4)
+    assert (expected["logits"] - expected["logits_encoder_off"]).abs().max() > 1e-2  # the two can be told apart
+    backbone = AutoModelForCausalLM.from_pretrained(tmp_path / "out" / "backbone")
+    assert type(backbone).__name__ == "LlamaForCausalLM"
+    assert backbone.config.num_hidden_layers == 6  # the release counts its two cross layers too
+    plain = backbone(expected["input_ids"]).logits
+    torch.testing.assert_close(plain, expected["logits_encoder_off"], rtol=0, atol=1e-4)
+
+
+# --- checkpoints of other sizes, made here -----------------------------------------------------------------
+
+
+def write_release(
+    folder: Path, *, tied: bool = False, bias: bool = False, output_bias: bool = False, head_dim: int = 8,
+    shards: int = 1,
+) -> Path:  # fmt: skip
+    """A random checkpoint in the release's layout: 5 backbone layers, cross layers before 1, 3 and 4."""
+    torch.manual_seed(0)
+    hidden, inner, heads, kv_heads, vocab, cross = 24, 40, 6, 3, 50, [1, 3, 4]
+    wide, narrow = heads * head_dim, kv_heads * head_dim
+    shapes: dict[str, tuple[int, ...]] = {"language_model.model.embed_tokens.weight": (vocab, hidden)}
+
+    def linear(name: str, out: int, size: int, biased: bool = False) -> None:
+        shapes[f"{name}.weight"] = (out, size)
+        shapes.update({f"{name}.bias": (out,)} if biased else {})
+
+    def mlp_and_norms(name: str) -> None:
+        for part, out, size in (("gate", inner, hidden), ("up", inner, hidden), ("down", hidden, inner)):
+            linear(f"{name}.mlp.{part}_proj", out, size)
+        for norm in ("input", "post_attention"):
+            shapes[f"{name}.{norm}_layernorm.weight"] = (hidden,)
+
+    def layer(name: str) -> None:
+        for letter, size in (("q", wide), ("k", narrow), ("v", narrow)):
+            linear(f"{name}.self_attn.{letter}_proj", size, hidden, bias or output_bias)
+        # Llama's attention_bias has one here too, and the release's cross-attention has none at all
+        linear(f"{name}.self_attn.o_proj", hidden, wide, output_bias)
+        mlp_and_norms(name)
+
+    if not tied:
+        linear("language_model.lm_head", vocab, hidden)
+    shapes["language_model.model.norm.weight"] = (hidden,)
+    for index in range(5):
+        layer(f"language_model.model.layers.{index}")
+    for index in range(3):
+        layer(f"chunk_model.layers.{index}")
+        for letter in "kv":
+            linear(f"chunk_model.{letter}_proj.{index}", narrow, hidden, bias)
+        name = f"language_model.model.cross_layers.{index}"
+        linear(f"{name}.cross_attn.q_proj", wide, hidden, bias)
+        linear(f"{name}.cross_attn.o_proj", hidden, wide)
+        shapes |= {f"{name}.cross_attn.{letter}_norm.weight": (head_dim,) for letter in "qk"}
+        mlp_and_norms(name)
+    weights = {name: torch.randn(shape) * 0.1 + ("norm" in name) for name, shape in shapes.items()}  # norms around one
+    weights["chunk_model.embed_tokens.weight"] = weights["language_model.model.embed_tokens.weight"].clone()
+    for index in range(3):
+        weights[f"language_model.model.cross_layers.{index}.cross_attn_attn_gate"] = torch.tensor([0.4])
+        weights[f"language_model.model.cross_layers.{index}.cross_attn_mlp_gate"] = torch.tensor([-0.3])
+    text: dict[str, Any] = {
+        "model_type": "qwen2" if bias else "llama", "hidden_size": hidden, "intermediate_size": inner,
+        "num_attention_heads": heads, "num_key_value_heads": kv_heads, "head_dim": head_dim, "vocab_size": vocab,
+        "num_hidden_layers": 5 + len(cross), "max_position_embeddings": 128, "rms_norm_eps": 1e-5,
+        "rope_theta": 500.0, "rope_scaling": None, "hidden_act": "silu", "attention_bias": output_bias,
+    }  # fmt: skip
+    folder.mkdir(parents=True)
+    config = {"model_type": "combllama", "cross_attention_layers": cross, "num_hidden_layers": 8, "text_config": text}
+    (folder / "config.json").write_text(json.dumps(config))
+    names = sorted(weights)
+    for shard in range(shards):
+        suffix = "" if shards == 1 else f"-{shard + 1:05d}-of-{shards:05d}"
+        save_file({name: weights[name] for name in names[shard::shards]}, folder / f"model{suffix}.safetensors")
+    return folder
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{}, {"tied": True}, {"shards": 3}, {"head_dim": 16}, {"bias": True, "head_dim": 4}, {"output_bias": True}],
+    ids=str,
+)
+@torch.no_grad()
+def test_other_sizes(tmp_path: Path, options: dict[str, Any]) -> None:
+    source = write_release(tmp_path / "release", **options)
+    model = convert_release(source, tmp_path / "out")
+    assert model.config.cross_attention_layers == [1, 3, 4]
+    assert model.info.num_layers == 5
+    assert model.encoder.config.rope_parameters["rope_theta"] == 500.0
+    loaded = CombForCausalLM.from_pretrained(tmp_path / "out")
+    ids = torch.tensor([[3, 4, 5]])
+    linked = loaded(ids, documents=[loaded.encode([[7, 8, 9, 10]])]).logits
+    assert torch.equal(linked, model(ids, documents=[model.encode([[7, 8, 9, 10]])]).logits)
+    assert (linked - loaded(ids).logits).abs().max() > 1e-3
+
+
+@pytest.mark.parametrize("kept", ["chunk_model.embed_tokens.weight", "language_model.model.embed_tokens.weight"])
+def test_a_shared_table_may_be_saved_under_either_name(tmp_path: Path, kept: str) -> None:
+    source = write_release(tmp_path / "release")
+    weights = load_file(source / "model.safetensors")
+    names = {"chunk_model.embed_tokens.weight", "language_model.model.embed_tokens.weight"} - {kept}
+    save_file({n: t for n, t in weights.items() if n not in names}, source / "model.safetensors")
+    model = convert_release(source, tmp_path / "out")
+    assert torch.equal(model.get_input_embeddings().weight, weights[kept])
+
+
+def test_the_result_has_tokenizer_files_and_can_be_moved_and_saved_elsewhere(tmp_path: Path) -> None:
+    source = write_release(tmp_path / "release")
+    byte_tokenizer().save_pretrained(source)
+    named = convert_release(source, tmp_path / "out", backbone_name="owner/backbone")
+    assert named.config.backbone_name_or_path == "owner/backbone"
+    convert_release(source, tmp_path / "out")
+    for folder in (tmp_path / "out", tmp_path / "out" / "backbone"):
+        assert {"tokenizer.json", "chat_template.jinja"} <= {path.name for path in folder.iterdir()}
+    (tmp_path / "out").rename(tmp_path / "elsewhere")
+    CombForCausalLM.from_pretrained(tmp_path / "elsewhere").save_pretrained(tmp_path / "tuned")
+    CombForCausalLM.from_pretrained(tmp_path / "tuned")
+
+
+def test_folders_that_are_no_release_are_refused(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=r"no config\.json"):
+        convert_release(tmp_path, tmp_path / "out")
+    source = write_release(tmp_path / "release")
+    with pytest.raises(ValueError, match="would be overwritten"):
+        convert_release(source, source)
+
+
+@pytest.mark.parametrize(
+    ("file", "values", "words"),
+    [
+        ("config.json", {"model_type": "llama"}, "model_type 'llama'"),
+        ("config.json", {"cross_attention_layers": [4, 1, 3]}, "don't ascend"),
+        ("config.json", {"cross_attention_layers": "x"}, "config.json has .* a list of cross_attention_layers"),
+        ("config.json", {"cross_attention_layers": None}, "config.json has .* a list of cross_attention_layers"),
+        ("config.json", {"text_config": {}}, "names its model_type"),
+        ("config.json", {"text_config": 5}, "config.json has .* a text_config"),
+        ("config.json", {"text_config": {"tie_word_embeddings": False}}, "lm_head.weight is missing"),
+        ("config.json", {"text_config": {"hidden_act": "swosh"}}, "'swosh'.* see its config.json"),
+        ("config.json", {"text_config": {"num_attention_heads": 0}}, "config.json: num_attention_heads is 0"),
+        ("config.json", {"text_config": {"rope_theta": "x"}}, "'str'.* see its config.json"),
+        ("generation_config.json", {"max_new_tokens": "x"}, "generation_config.json: max_new_tokens is 'x'"),
+        ("tokenizer_config.json", {"eos_token": 5}, "tokenizer_config.json: eos_token is 5"),
+        ("vision_tower.weight", lambda _: torch.zeros(1), r"vision_tower\.weight"),
+        ("chunk_model.k_proj.1.weight", lambda w: w * torch.nan,
+         r"encoder\.key_value_heads\.1\.k_proj\.weight holds NaN"),
+        ("chunk_model.embed_tokens.weight", lambda w: w + 1, "embedding differs"),
+        ("chunk_model.k_proj.2.weight", None, r"missing \['encoder\.key_value_heads\.2\.k_proj\.weight'\]"),
+        ("chunk_model.layers.0.mlp.gate_proj.weight", None, "lacks encoder.layers.0.mlp"),
+        ("language_model.model.layers.0.mlp.up_proj.weight", lambda w: w * torch.nan, "NaN or infinity"),
+    ],
+)  # fmt: skip
+def test_what_a_file_says_wrongly(tmp_path: Path, file: str, values: Any, words: str) -> None:
+    """Named with the file, and nothing is written."""
+    source = write_release(tmp_path / "release", tied=file == "config.json")
+    if file.endswith(".weight"):
+        held = load_file(source / "model.safetensors")
+        weight = held.pop(file, None)
+        save_file(held | ({file: values(weight)} if values else {}), source / "model.safetensors")
+    else:
+        content = json.loads((source / file).read_text()) if (source / file).exists() else {}
+        for name, value in values.items():
+            content[name] = {**content[name], **value} if value and isinstance(value, dict) else value
+        (source / file).write_text(json.dumps(content))
+    with pytest.raises(ValueError, match=rf"release.*{words}") as found:
+        convert_release(source, tmp_path / "out")
+    assert "\n" not in str(found.value)
+    assert not (tmp_path / "out").exists()

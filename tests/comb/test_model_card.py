@@ -64,8 +64,7 @@ def test_the_card_is_valid_and_says_what_it_is(adapter: Path) -> None:
 def test_a_backbone_without_a_name_on_the_hub_is_given_to_the_server_too(adapter: Path) -> None:
     served = "comb serve my-adapter --backbone FOLDER"
     assert served not in (adapter / "README.md").read_text()
-    config = json.loads((adapter / "config.json").read_text())
-    (adapter / "config.json").write_text(json.dumps({**config, "backbone_name_or_path": "/data/backbone"}))
+    edit(adapter / "config.json", "owner/backbone", "/data/backbone")
     refresh_card(adapter)
     assert served in (adapter / "README.md").read_text()
 
@@ -104,12 +103,8 @@ def test_training_and_scores_stand_in_the_card(adapter: Path) -> None:
 
 
 def test_only_the_adapters_own_scores_are_its(adapter: Path) -> None:
-    measured = {
-        "kl": 0.05,
-        "closed": 0.956,
-        "kl_questions": 64,
-        "intervals": {"em": [0.9, 1.0], "closed": [0.94, 0.97]},
-    }
+    intervals = {"em": [0.9, 1.0], "closed": [0.94, 0.97]}
+    measured = {"kl": 0.05, "closed": 0.956, "kl_questions": 64, "intervals": intervals}
     own, plain, none = ({**ROW, **measured, "method": name} for name in ("comb:quantize=int8", "full", "none"))
     write_results(adapter, "squad", plain, own, none)
     refresh_card(adapter)
@@ -119,11 +114,8 @@ def test_only_the_adapters_own_scores_are_its(adapter: Path) -> None:
     assert found["kl_divergence"] == (0.05, 64)
     assert found["kl_closed"] == (95.6, 64)
     assert found["exact_match"] == (96.0, 400)
-    for name in ("comb:quantize=int8", "full", "none"):
-        assert (
-            f"| `{name}` | 400 | 96.0 | 90.0 to 100.0 | 99.0 | 98.5 | 0.0500 | 95.6 | 94.0 to 97.0 | 12.0 ms |"
-            in card.text
-        )
+    cells = "| 400 | 96.0 | 90.0 to 100.0 | 99.0 | 98.5 | 0.0500 | 95.6 | 94.0 to 97.0 | 12.0 ms |"
+    assert all(f"| `{name}` {cells}" in card.text for name in ("comb:quantize=int8", "full", "none"))
 
 
 def test_own_rows_are_called_by_their_file_and_plots_are_shown(adapter: Path) -> None:
@@ -221,10 +213,7 @@ def test_a_persons_header_stays_and_the_rest_is_rewritten(adapter: Path) -> None
     (adapter / "results-nano.json").unlink()
     refresh_card(adapter)
     assert ModelCard.load(path).data.eval_results is None
-
-
-def test_a_broken_header_is_named(adapter: Path) -> None:
-    edit(adapter / "README.md", "library_name: comb", "library_name: [comb")
+    edit(path, "library_name: comb", "library_name: [comb")
     with pytest.raises(ValueError, match=r"README\.md: the header between the --- lines is not valid YAML"):
         refresh_card(adapter)
 
@@ -274,38 +263,31 @@ def test_a_licence_that_was_found_once_is_not_lost(adapter: Path, monkeypatch: p
     assert ModelCard.load(adapter / "README.md").data.license is None
 
 
-@pytest.mark.parametrize(
-    "text",
-    [
+def test_secrets_are_told_by_name() -> None:
+    for text in (
         '{"token": "abcdefgh"}', '{"a": ["--hf_token", "abcdefgh"]}', '["model.options={api_key: abcdefgh}"]',
         '{"hub_token": "abcdefgh"}', '{"a": "{\\"token\\": \\"abcdefgh\\"}"}', '["--wandb.api-key=abcdefgh"]',
         '["PASSWORD=abcdefgh"]',
-    ],
-)  # fmt: skip
-def test_secrets_by_name(text: str) -> None:
-    assert b"abcdefgh" not in redact_json(text.encode())
-    json.loads(redact_json(text.encode()))
-
-
-@pytest.mark.parametrize(
-    "text",
-    ['{"eos_token": "<|endoftext|>"}', '["train.batch_document_tokens=1000000"]', '{"commit": "c0ffee00c0ffee00"}'],
-)
-def test_what_is_no_secret(text: str) -> None:
-    assert redact_json(text.encode()) == text.encode()
-    assert not holds_secret(text.encode())
+    ):  # fmt: skip
+        assert b"abcdefgh" not in redact_json(text.encode()), text
+        json.loads(redact_json(text.encode()))
+    for text in (
+        '{"eos_token": "<|endoftext|>"}', '["train.batch_document_tokens=1000000"]', '{"commit": "c0ffee00c0ffee00"}',
+    ):  # fmt: skip
+        assert redact_json(text.encode()) == text.encode()
+        assert not holds_secret(text.encode()), text
 
 
 def test_the_sets_of_a_mixture_are_named_and_other_folders_left_alone(tmp_path: Path) -> None:
     mixture = [{"dataset": "squad", "path": "dev-v2.0.json"}, {"dataset": "babi", "path": "en-10k"}]
-    record = {"config": {"data": {"dataset": "mixture", "mixture": mixture}}, "results": [{"method": "comb", "n": 3}]}
-    (tmp_path / "results.json").write_text(json.dumps(record))
-    [evaluation] = read_evaluations(tmp_path)
-    assert (evaluation["dataset"], evaluation["hub_id"]) == ("squad, babi", None)
-    record["config"]["data"] = {"dataset": "babi", "path": "en-10k"}
-    (tmp_path / "results.json").write_text(json.dumps(record))
-    [evaluation] = read_evaluations(tmp_path)
-    assert (evaluation["dataset"], evaluation["hub_id"]) == ("babi", hub_id("babi", "en-10k"))
+    for data, named in (
+        ({"dataset": "mixture", "mixture": mixture}, ("squad, babi", None)),
+        (mixture[1], ("babi", hub_id("babi", "en-10k"))),
+    ):
+        record = {"config": {"data": data}, "results": [{"method": "comb", "n": 3}]}
+        (tmp_path / "results.json").write_text(json.dumps(record))
+        [evaluation] = read_evaluations(tmp_path)
+        assert (evaluation["dataset"], evaluation["hub_id"]) == named
     LlamaConfig().save_pretrained(tmp_path)
     refresh_card(tmp_path)
     assert not (tmp_path / "README.md").exists()
