@@ -48,16 +48,26 @@ def examples() -> list[Example]:
 
 
 def compared(
-    setting: Setting, examples: Sequence[Example], methods: Sequence[str], rules: AnswerRules, **options: Any
+    setting: Setting, examples: Sequence[Example], methods: Sequence[str], tokens: int, **options: Any
 ) -> dict[str, Row]:
     journal = Journal(None, {})
-    refused = compare(setting, examples, methods, journal, rules=rules, progress=False, **options)
+    refused = compare(setting, examples, methods, journal, rules=AnswerRules(tokens), progress=False, **options)
     return {row["method"]: row for row in summarize(journal.rows, examples, methods, refused)}
+
+
+def journalled(
+    setting: Setting, examples: Sequence[Example], methods: Sequence[str], *rules: Any, into: Journal | None = None,
+    **options: Any,
+) -> list[Row]:  # fmt: skip
+    """All rows of the journal."""
+    journal = Journal(None, {}) if into is None else into
+    compare(setting, examples, methods, journal, rules=AnswerRules(*rules), progress=False, **options)
+    return journal.rows
 
 
 @pytest.fixture(scope="module")
 def results(setting: Setting, examples: list[Example]) -> dict[str, Row]:
-    return compared(setting, examples, METHODS, AnswerRules(6), answers=4)
+    return compared(setting, examples, METHODS, 6, answers=4)
 
 
 # --- on a model -----------------------------------------------------------------------------------------------------
@@ -88,10 +98,8 @@ def test_others_diverge_and_all_have_the_same_questions(results: dict[str, Row])
 
 def test_answers_are_those_of_the_engine(setting: Setting, examples: list[Example]) -> None:
     """Whether an answer was decoded or read off the pass over full recompute's."""
-    journal = Journal(None, {})
-    compare(setting, examples, METHODS, journal, rules=AnswerRules(6), progress=False)
     same = {"as full": 0, "its own": 0}
-    for row in journal.rows:
+    for row in journalled(setting, examples, METHODS, 6):
         example = examples[int(row["question"].partition(":")[0])]
         answer = setting.engine(row["method"]).ask(*setting.request(row["method"], example), max_new_tokens=6)
         assert row["text"] == answer.text.strip()
@@ -103,9 +111,7 @@ def test_the_head_counts_for_no_method(setting: Setting, examples: list[Example]
     """It is computed once and kept for all: a run that begins, or goes on, counts what any other does."""
     computed = []
     for _ in range(2):
-        journal = Journal(None, {})
-        compare(setting, examples[:2], ["naive", "legolink:2"], journal, rules=AnswerRules(2), progress=False)
-        computed.append([row["computed"] for row in journal.rows])
+        computed.append([row["computed"] for row in journalled(setting, examples[:2], ["naive", "legolink:2"], 2)])
         if not computed[1:]:
             setting.engine("naive").heads.clear()
     assert computed[0] == computed[1]
@@ -114,11 +120,9 @@ def test_the_head_counts_for_no_method(setting: Setting, examples: list[Example]
 
 
 def test_an_answer_ends_at_the_stop(setting: Setting, examples: list[Example]) -> None:
-    long = compared(setting, examples, ["full"], AnswerRules(12))
+    long = compared(setting, examples, ["full"], 12)
     [first, *_] = setting.engine("full").ask(*setting.request("full", examples[0]), max_new_tokens=12).text[3:]
-    journal = Journal(None, {})
-    compare(setting, examples[:1], ["full"], journal, rules=AnswerRules(12, first), progress=False)
-    [row] = journal.rows
+    [row] = journalled(setting, examples[:1], ["full"], 12, first)
     assert first not in row["text"]
     assert row["tokens"] <= 4  # the stop is the last token that is compared
     assert long["full"]["kl_n"] > 12
@@ -126,7 +130,7 @@ def test_an_answer_ends_at_the_stop(setting: Setting, examples: list[Example]) -
 
 def test_a_method_that_cannot_run_is_refused_and_the_others_go_on(setting: Setting, examples: list[Example]) -> None:
     plain = replace(setting, model=setting.model.backbone)
-    found = compared(plain, examples[:2], ["full", "comb", "legolink:k=none"], AnswerRules(2))
+    found = compared(plain, examples[:2], ["full", "comb", "legolink:k=none"], 2)
     assert "plain backbone" in found["comb"]["refused"]
     assert "legolink:k" in found["legolink:k=none"]["refused"]
     scores, gaps = comparison_tables(list(found.values()), "tiny")
@@ -149,16 +153,16 @@ def test_where_full_recompute_has_no_room_others_answer_without_kl(
     setting: Setting, examples: list[Example], caplog: pytest.LogCaptureFixture
 ) -> None:
     long = replace(examples[0], documents=(Document("x" * 250),))
-    found = compared(setting, [*examples[:2], long], ["comb", "none"], AnswerRules(6))
+    found = compared(setting, [*examples[:2], long], ["comb", "none"], 6)
     assert {(row["n"], row["kl_questions"]) for row in found.values()} == {(3, 2)}
     assert found["comb"]["closed"] == pytest.approx(1 - found["comb"]["kl"] / found["none"]["kl"])
     assert "no KL of 1 questions" in caplog.text
-    alone = compared(setting, [long], ["comb", "none"], AnswerRules(6))
+    alone = compared(setting, [long], ["comb", "none"], 6)
     assert not {"kl", "closed"} & alone["comb"].keys()
     assert alone["comb"]["em"] == 0.0
     scores, _ = comparison_tables(list(alone.values()))
     assert "no KL, full recompute has no room" in scores.markdown()
-    assert "positions" in compared(setting, [long], ["full"], AnswerRules(6))["full"]["refused"]
+    assert "positions" in compared(setting, [long], ["full"], 6)["full"]["refused"]
 
 
 def test_times_are_taken_cold_and_cached_of_questions_without_a_document_in_common(
@@ -214,11 +218,11 @@ def test_wrong_documents_are_noticed() -> None:
     tokenizer = load_tokenizer("nano", model)
     setting = Setting(model, tokenizer, PromptBuilder(tokenizer))
     methods = ["full", "legolink-0"]
-    right = compared(setting, examples, [*methods, "none"], AnswerRules(24))
+    right = compared(setting, examples, [*methods, "none"], 24)
     turned = [replace(example, documents=example.documents[::-1]) for example in examples]
-    shuffled = compared(setting, turned, methods, AnswerRules(24))
+    shuffled = compared(setting, turned, methods, 24)
     swapped = [replace(example, documents=other[example.documents]) for example in examples]
-    wrong = compared(setting, swapped, methods, AnswerRules(24))
+    wrong = compared(setting, swapped, methods, 24)
     for method in methods:
         assert min(right[method]["contains"], shuffled[method]["contains"]) > 0.8
         assert wrong[method]["contains"] < 0.3
@@ -255,12 +259,8 @@ def test_a_summary_by_hand() -> None:
     assert x["minus_full"]["contains"] == (-0.5, -1.0, 0.0)
     assert x["kl"] == pytest.approx((3 * 0.2 + 1 * 0.6) / 4)  # by token
     assert x["intervals"]["kl"] == pytest.approx((0.2, 0.6))
-    assert (x["kl_n"], x["computed_tokens"], x["recomputed_tokens"], x["cache_bytes_per_document_token"]) == (
-        4,
-        7,
-        2,
-        5,
-    )
+    costs = ("kl_n", "computed_tokens", "recomputed_tokens", "cache_bytes_per_document_token")
+    assert [x[name] for name in costs] == [4, 7, 2, 5]
     assert (x["ttft_cold_s"].median, x["ttft_cached_s"].median) == (2.0, 0.5)
     assert y == {"method": "y", "refused": "too big", "ttft_cold_s": None, "ttft_cached_s": None}
     [alone] = summarize(rows, examples, ["x"], {})  # full recompute wasn't asked
@@ -294,37 +294,30 @@ def test_a_journal_goes_on_behind_the_last_whole_line(tmp_path: Path) -> None:
 
 
 def test_a_journal_spares_what_is_there(setting: Setting, examples: list[Example]) -> None:
-    journal, rules = Journal(None, {}), AnswerRules(3)
-    compare(setting, examples[:3], ["full", "naive"], journal, rules=rules, answers=2, progress=False)
-    assert len(journal.rows) == 6
-    before = list(journal.rows)
-    compare(setting, examples[:3], ["full", "naive"], journal, rules=rules, answers=2, progress=False)
-    assert journal.rows == before
-    compare(setting, examples[:3], ["full", "none"], journal, rules=rules, answers=3, progress=False)
-    new = [(row["method"], row["question"], "text" in row) for row in journal.rows[6:]]
+    journal, specs = Journal(None, {}), ["full", "naive"]
+    before = list(journalled(setting, examples[:3], specs, 3, into=journal, answers=2))
+    assert len(before) == 6
+    assert journalled(setting, examples[:3], specs, 3, into=journal, answers=2) == before
+    rows = journalled(setting, examples[:3], ["full", "none"], 3, into=journal, answers=3)
+    new = [(row["method"], row["question"], "text" in row) for row in rows[6:]]
     assert new == [("none", "0:0", True), ("none", "1:1", True), ("full", "2:2", True), ("none", "2:2", True)]
 
 
-def test_questions_of_a_journal_without_all_tokens_are_asked_again(setting: Setting, examples: list[Example]) -> None:
-    """As versions wrote them that counted documents' tokens only."""
-    journal, rules, specs = Journal(None, {}), AnswerRules(3), ["full", "naive"]
-    compare(setting, examples[:2], specs, journal, rules=rules, progress=False)
-    old = journal.rows[1].pop("computed")
-    compare(setting, examples[:2], specs, journal, rules=rules, progress=False)
-    assert [(row["method"], row["question"]) for row in journal.rows[4:]] == [("naive", "0:0")]
-    assert 0 < journal.rows[4]["computed"] <= old < journal.rows[0]["computed"]
-    assert summarize(journal.rows, examples, specs, {})[1]["n"] == 2
-
-
-def test_an_adapter_that_comes_back_is_asked_again(setting: Setting, examples: list[Example]) -> None:
-    """Its rows of before are no longer the last ones, which are those that count."""
-    journal, rules, specs = Journal(None, {}), AnswerRules(3), ["full", "naive", "none"]
-    compare(setting, examples[:1], specs, journal, rules=rules, progress=False)
-    first = list(journal.rows)
+def test_what_an_older_version_or_another_adapter_was_asked_is_asked_again(
+    setting: Setting, examples: list[Example]
+) -> None:
+    """Versions that counted documents' tokens only; and the last rows count, which may be those of another adapter."""
+    journal, specs = Journal(None, {}), ["full", "naive"]
+    old = journalled(setting, examples[:2], specs, 3, into=journal)[1].pop("computed")
+    rows = journalled(setting, examples[:2], specs, 3, into=journal)
+    assert [(row["method"], row["question"]) for row in rows[4:]] == [("naive", "0:0")]
+    assert 0 < rows[4]["computed"] <= old < rows[0]["computed"]
+    assert summarize(rows, examples, specs, {})[1]["n"] == 2
+    journal, specs = Journal(None, {}), ["full", "naive", "none"]
+    first = list(journalled(setting, examples[:1], specs, 3, into=journal))
     for row in first:
         journal.add({**row, "kl": 9.0, "made_by": "another"})
-    compare(setting, examples[:1], specs, journal, rules=rules, progress=False)
-    assert journal.rows[6:] == first
+    assert journalled(setting, examples[:1], specs, 3, into=journal)[6:] == first
 
 
 # --- the command ----------------------------------------------------------------------------------------------------
@@ -378,9 +371,20 @@ def test_the_command_makes_tables_of_all_sets_and_goes_on(folder: Path) -> None:
     assert "choose another --out" in str(other.exception or other.output)
 
 
+OFFICIAL = """
+templates:
+  official: {prompts: prompts.json}
+sets:
+  asked: {dataset: jsonl, template: official, prompt: question}
+  told: {dataset: jsonl, template: official, prompt: summary}
+"""
+
+
 @pytest.mark.parametrize(
     ("text", "message"),
     [
+        (OFFICIAL.replace(", prompt: question", ""), "sets.asked: a set names its prompt if"),
+        (OFFICIAL.replace("prompts.json", "prompts.json, lead: a"), "official: a template has either prompts"),
         (CONFIG.replace("template: few", "template: fow"), "sets.facts.template is one of few, not 'fow'"),
         (CONFIG.replace("max_new_tokens", "max_tokens"), r"sets.facts: expected keys among .* got \['max_tokens'\]"),
         (CONFIG.replace("Q: {query} A:", "Q:"), "templates.few: a template's query needs"),
@@ -393,15 +397,6 @@ def test_a_wrong_file_says_where(tmp_path: Path, text: str, message: str) -> Non
     (tmp_path / "sets.yaml").write_text(text)
     with pytest.raises(ValueError, match=message):
         read_sets(tmp_path / "sets.yaml")
-
-
-OFFICIAL = """
-templates:
-  official: {prompts: prompts.json}
-sets:
-  asked: {dataset: jsonl, template: official, prompt: question}
-  told: {dataset: jsonl, template: official, prompt: summary}
-"""
 
 
 def test_prompts_of_a_file_are_templates(tmp_path: Path) -> None:
@@ -432,22 +427,6 @@ def test_a_file_without_the_prompt_is_named(tmp_path: Path, prompts: str | None,
         read_sets(tmp_path / "sets.yaml")["asked"].asked(tmp_path)
 
 
-@pytest.mark.parametrize(
-    ("changed", "message"),
-    [
-        (OFFICIAL.replace(", prompt: question", ""), "sets.asked: a set names its prompt if"),
-        (
-            OFFICIAL.replace("prompts.json", "prompts.json, lead: a"),
-            "templates.official: a template has either prompts",
-        ),
-    ],
-)
-def test_a_file_of_prompts_and_a_prompt_go_together(tmp_path: Path, changed: str, message: str) -> None:
-    (tmp_path / "sets.yaml").write_text(changed)
-    with pytest.raises(ValueError, match=message):
-        read_sets(tmp_path / "sets.yaml")
-
-
 def test_the_command_asks_by_a_file_of_prompts(folder: Path) -> None:
     (folder / "prompts.json").write_text(json.dumps({"p": "Read.\n{context}\nQ: {input}\nA:"}))
     (folder / "official.yaml").write_text(
@@ -472,6 +451,30 @@ def test_the_sets_of_the_project_can_be_read() -> None:
     assert all(each.template.stop for each in sets.values())
 
 
+def frontiers(**seconds: float | None) -> dict[str, Any]:
+    """Panels of methods of these times, by their axis."""
+    rows = [
+        {"set": "squad", "method": name, "refused": "", "computed_tokens": 5, "ttft_cold_s": times,
+         "ttft_cached_s": times, "cache_bytes_per_document_token": KEPT.get(name, 100.0)}
+        for name, each in seconds.items()
+        for times in [None if each is None else Timing(each, each, each, 3)]
+    ]  # fmt: skip
+    rows.append({**rows[0], "method": "gone", "ttft_cold_s": None, "ttft_cached_s": None, "refused": "why"})
+    return {panel.xlabel: panel for panel in panels(rows, "em") if isinstance(panel, Frontier)}
+
+
+KEPT = {"full": 0, "none": 0, "small": 30.0}
+
+
+def test_methods_are_drawn_by_how_much_sooner_they_answer_and_by_bytes_where_those_differ() -> None:
+    (sooner,) = [panel for label, panel in frontiers(full=2.0, naive=0.1, untimed=None).items() if "sooner" in label]
+    assert [(row["method"], row[sooner.cost]) for row in sooner.rows] == [
+        ("full", 1.0), ("naive", 20.0), ("untimed", None),
+    ]  # fmt: skip
+    assert "bytes kept of a document's token" in frontiers(full=None, naive=None, small=None, none=None)
+    assert "bytes kept of a document's token" not in frontiers(full=None, naive=None, primed=None, none=None)
+
+
 def test_the_frontier_shows_each_method_at_its_cost() -> None:
     from matplotlib.figure import Figure
 
@@ -491,31 +494,3 @@ def test_the_frontier_shows_each_method_at_its_cost() -> None:
     assert [text.get_text() for text in axes.texts] == ["naive", "exact"]
     assert [tuple(text.xy) for text in axes.texts] == [(5, 0.2), (50, 1e-3)]
     assert (axes.get_title(), axes.get_yscale()) == ("squad", "log")
-
-
-def test_methods_are_drawn_by_how_much_sooner_they_answer_than_full_recompute() -> None:
-    def row(method: str, seconds: float | None) -> dict[str, Any]:
-        times = None if seconds is None else Timing(seconds, seconds, seconds, 3)
-        return {"set": "squad", "method": method, "refused": "", "computed_tokens": 5, "ttft_cold_s": times,
-                "ttft_cached_s": times, "cache_bytes_per_document_token": 9}  # fmt: skip
-
-    rows = [row("full", 2.0), row("naive", 0.1), row("untimed", None), {**row("gone", None), "refused": "why"}]
-    (sooner,) = [each for each in panels(rows, "em") if isinstance(each, Frontier) and "sooner" in each.xlabel]
-    assert [(row["method"], row[sooner.cost]) for row in sooner.rows] == [
-        ("full", 1.0),
-        ("naive", 20.0),
-        ("untimed", None),
-    ]
-
-
-def test_bytes_have_a_plot_where_methods_keep_other_numbers_of_them() -> None:
-    def xlabels(**kept: float) -> list[str]:
-        rows = [
-            {"set": "squad", "method": name, "refused": "", "computed_tokens": 5, "ttft_cold_s": None,
-             "ttft_cached_s": None, "cache_bytes_per_document_token": count}
-            for name, count in {"full": 0, **kept, "none": 0}.items()
-        ]  # fmt: skip
-        return [panel.xlabel for panel in panels(rows, "em") if isinstance(panel, Frontier)]
-
-    assert "bytes kept of a document's token" in xlabels(naive=100.0, small=30.0)
-    assert "bytes kept of a document's token" not in xlabels(naive=100.0, primed=100.0)

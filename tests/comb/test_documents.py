@@ -1,4 +1,4 @@
-"""Documents and prompts: structure is never read out of text."""
+"""Documents and prompts: structure is never read out of text; documents stand in messages in any order."""
 
 from __future__ import annotations
 
@@ -8,10 +8,18 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from tokenizers.processors import TemplateProcessing
 
-from comb import Document, Prompt, PromptBuilder
+from comb import CombForCausalLM, Document, PICEngine, Prompt, PromptBuilder
+from comb.cache.store import PICacheStore
 from comb.documents.document import as_document
-from tests.helpers.byte_text import byte_tokenizer
+from comb.documents.messages import referenced_documents
+from comb.engine.engine import UnknownDocumentError
+from tests.helpers.byte_text import TEMPLATE, byte_llama, byte_tokenizer
+from tests.helpers.families import open_gates, tiny
+
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 def ids(tokenizer: Any, text: str) -> tuple[int, ...]:
@@ -128,39 +136,23 @@ def test_a_title_stands_above_its_text() -> None:
         PromptBuilder(byte_tokenizer(), document_template="doc:")
 
 
-def test_a_tokenizer_without_chat_template_takes_text() -> None:
-    plain = PromptBuilder(byte_tokenizer(chat_template=None))
-    assert plain.build("why?").flat == ids(plain.tokenizer, "why?")
-    with pytest.raises(ValueError, match="need a tokenizer with a chat_template"):
-        plain.build([{"role": "user", "content": "why?"}])
-
-
-def test_bos_is_kept_where_the_tokenizer_adds_it() -> None:
-    from tokenizers.processors import TemplateProcessing
-
-    tokenizer = byte_tokenizer(chat_template=None, bos_token="<|bos|>")
-    assert PromptBuilder(tokenizer).build("a").head == ()
-    bos = tokenizer.bos_token_id
-    tokenizer.backend_tokenizer.post_processor = TemplateProcessing(
-        single="<|bos|> $A", special_tokens=[("<|bos|>", bos)]
-    )
-    assert PromptBuilder(tokenizer).build("a").head == (bos,)
-
-
-def test_raw_text_is_completed_without_the_chat_template() -> None:
+def test_raw_text_is_completed_without_a_chat_template() -> None:
     chatty, plain = byte_tokenizer(), byte_tokenizer(chat_template=None)
     for tokenizer in (chatty, plain):
         prompt = PromptBuilder(tokenizer).complete("Q <|end|>", [(1, 2)])
         assert (prompt.head, prompt.segments) == ((), ((1, 2),))
-        assert prompt.tail == PromptBuilder(plain).build("Q <|end|>").tail == ids(plain, "Q <|end|>")
+        assert prompt.tail == PromptBuilder(plain).build("Q <|end|>").flat == ids(plain, "Q <|end|>")
     assert PromptBuilder(chatty).build("Q").tail != PromptBuilder(chatty).complete("Q").tail
     with pytest.raises(ValueError, match="empty"):
         PromptBuilder(chatty).complete("")
-
-
-def test_answers_end() -> None:
-    tokenizer = byte_tokenizer()
-    assert PromptBuilder(tokenizer).answer("yes") == (*ids(tokenizer, "yes"), tokenizer.eos_token_id)
+    with pytest.raises(ValueError, match="need a tokenizer with a chat_template"):
+        PromptBuilder(plain).build([{"role": "user", "content": "why?"}])
+    assert PromptBuilder(chatty).answer("yes") == (*ids(chatty, "yes"), chatty.eos_token_id)
+    tokenizer = byte_tokenizer(chat_template=None, bos_token="<|bos|>")
+    assert PromptBuilder(tokenizer).build("a").head == ()
+    bos = tokenizer.bos_token_id
+    tokenizer.backend_tokenizer.post_processor = TemplateProcessing("<|bos|> $A", special_tokens=[("<|bos|>", bos)])
+    assert PromptBuilder(tokenizer).build("a").head == (bos,)  # where the tokenizer adds it
 
 
 @pytest.mark.parametrize(
@@ -174,51 +166,40 @@ def test_answers_end() -> None:
 def test_chats_that_cannot_be_built(query: Any, message: str) -> None:
     with pytest.raises(ValueError, match=message):
         PromptBuilder(byte_tokenizer()).build(query)
+    builder = PromptBuilder(byte_tokenizer("{{ raise_exception('no system messages') }}"))
+    with pytest.raises(ValueError, match=r"chat template.*no system messages"):
+        builder.build([{"role": "system", "content": "a"}, {"role": "user", "content": "b"}])
 
 
-def test_documents_need_a_user_message() -> None:
-    builder, system = PromptBuilder(byte_tokenizer()), [{"role": "system", "content": "a"}]
-    assert builder.tokenizer.decode(builder.build(system).flat) == "<|system|>a<|assistant|>"
-    with pytest.raises(ValueError, match="no message with role 'user'"):
-        builder.build(system, [(1, 2)])
-
-
-def test_a_template_that_leaves_out_a_message_is_refused() -> None:
-    only_last = "{{ messages[-1].content }}"
-    builder = PromptBuilder(byte_tokenizer(chat_template=only_last))
-    chat = [{"role": "user", "content": "a"}, {"role": "user", "content": "b"}]
-    assert builder.tokenizer.decode(builder.build(chat).flat) == "b"
-    with pytest.raises(ValueError, match="leaves out a message"):
+@pytest.mark.parametrize(
+    ("template", "roles", "shown", "message"),
+    [
+        (TEMPLATE, ["system"], "<|system|>a<|assistant|>", "no message with role 'user'"),
+        ("{{ messages[-1].content }}", ["user", "user"], "b", "leaves out a message"),
+        ("{{ messages[0].content }}|{{ messages[0].content }}", ["user"], "a|a", "shows a message more than once"),
+    ],
+)
+def test_chats_that_documents_cannot_stand_in(template: str, roles: list[str], shown: str, message: str) -> None:
+    builder = PromptBuilder(byte_tokenizer(template))
+    chat = [{"role": role, "content": text} for role, text in zip(roles, "ab", strict=False)]
+    assert builder.tokenizer.decode(builder.build(chat).flat) == shown
+    with pytest.raises(ValueError, match=message):
         builder.build(chat, [(1, 2)])
 
 
-def test_a_template_that_shows_a_message_twice_is_refused() -> None:
-    builder = PromptBuilder(byte_tokenizer(chat_template="{{ messages[0].content }}|{{ messages[0].content }}"))
-    assert builder.tokenizer.decode(builder.build("a").flat) == "a|a"
-    with pytest.raises(ValueError, match="shows a message more than once"):
-        builder.build("a", [(1, 2)])
-
-
-def test_what_a_template_refuses_is_an_error_of_the_messages() -> None:
-    builder = PromptBuilder(byte_tokenizer(chat_template="{{ raise_exception('no system messages') }}"))
-    with pytest.raises(ValueError, match=r"chat template.*no system messages"):
-        builder.build([{"role": "system", "content": "a"}, {"role": "user", "content": "b"}])
+@pytest.mark.parametrize(
+    ("document", "message"),
+    [("a \ud83d", "half of a surrogate pair"), (Document(token_ids=(1, 99999)), "another tokenizer")],
+)
+def test_documents_that_are_no_tokens(document: Any, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        PromptBuilder(byte_tokenizer()).segment(document)
 
 
 @pytest.mark.parametrize("template", ["{title}", "{{text}}", "{text} {source}", "{text} {0}", "{text} {"])
 def test_a_document_template_is_checked_at_once(template: str) -> None:
     with pytest.raises(ValueError, match="document_template"):
         PromptBuilder(byte_tokenizer(), document_template=template)
-
-
-def test_text_that_is_no_unicode_is_refused_by_name() -> None:
-    with pytest.raises(ValueError, match="half of a surrogate pair"):
-        PromptBuilder(byte_tokenizer()).segment("a \ud83d")
-
-
-def test_token_ids_of_another_tokenizer() -> None:
-    with pytest.raises(ValueError, match="another tokenizer"):
-        PromptBuilder(byte_tokenizer()).segment(Document(token_ids=(1, 99999)))
 
 
 def test_calls_of_tools_stand_in_prompts_and_a_template_may_show_them_alone() -> None:
@@ -238,3 +219,95 @@ def test_calls_of_tools_stand_in_prompts_and_a_template_may_show_them_alone() ->
     named = {**call, "content": [{"type": "document", "id": "a"}]}
     with pytest.raises(ValueError, match="leaves out a message"):
         PromptBuilder(tokenizer).build([question, named], (), {"a": [(1, 2)]})
+
+
+CHUNKS = ["The mill burnt down in 1907.", "Its owner was Ada Flint.", "She moved to York."]
+SPECS = ["full", "prefix", "naive", "legolink:4", "legolink-0", "attnlink:4", "cacheblend:0.2", "focus:0.2"]
+
+
+def llama() -> Any:
+    return byte_llama(num_hidden_layers=3, num_key_value_heads=2, initializer_range=0.2)
+
+
+def mixed(first: str, second: str) -> list[dict[str, Any]]:
+    """Cached chunks in a system message and between the words of a question."""
+    return [
+        {"role": "system", "content": [{"type": "text", "text": "Facts: "}, {"type": "document", "id": first}]},
+        {"role": "user", "content": [
+            {"type": "text", "text": "Given "}, {"type": "document", "id": second}, {"type": "text", "text": "who?"},
+        ]},
+    ]  # fmt: skip
+
+
+def test_messages_are_laid_out_as_written() -> None:
+    tokenizer = byte_tokenizer()
+    builder = PromptBuilder(tokenizer)
+    a, b, c = (builder.segment(text) for text in CHUNKS)
+    messages = mixed("a", "b")
+    assert referenced_documents(messages).before == ("a",)
+    assert referenced_documents(messages).after == ("b",)
+    prompt = builder.build(messages, [c], {"a": [a], "b": [b]})
+    # documents of the request stand at the start of the first user message, as ever
+    assert tokenizer.decode(prompt.flat) == (
+        f"<|system|>Facts: {CHUNKS[0]}\n<|user|>{CHUNKS[2]}\nGiven {CHUNKS[1]}\nwho?<|assistant|>"
+    )
+    assert prompt.segments == (a, c, b)
+    assert [tokenizer.decode(gap) for gap in prompt.gaps] == ["<|user|>", "Given "]
+    assert prompt.query == (*prompt.head, *prompt.gaps[0], *prompt.gaps[1], *prompt.tail)
+
+
+@pytest.mark.parametrize("spec", SPECS)
+def test_chat_with_cache_ids_in_any_order(spec: str) -> None:
+    model, tokenizer = llama(), byte_tokenizer()
+    engine = PICEngine(model, tokenizer, method=spec)
+    a, b, c = engine.add_documents(CHUNKS)
+    settings = {"max_new_tokens": 6, "eos_token_id": None}
+    for first, second in ((a, b), (b, a), (c, c)):
+        answer = engine.chat(mixed(first, second), **settings)
+        assert [document.id for document in answer.report.documents] == [first, second]
+        if spec not in ("full", "prefix"):
+            assert {document.state for document in answer.report.documents} == {"hit"}
+        elif spec == "prefix":
+            texts = dict(zip((a, b, c), CHUNKS, strict=True))
+            full = PICEngine(model, tokenizer, method="full")
+            ids = full.add_documents([Document(texts[name], id=str(i)) for i, name in enumerate((first, second))])
+            assert answer.token_ids == full.chat(mixed(*ids), **settings).token_ids
+    engine.remove_documents([b])
+    with pytest.raises(UnknownDocumentError, match=b):
+        engine.chat(mixed(a, b), **settings)
+    with pytest.raises(UnknownDocumentError):
+        engine.remove_documents([b])
+    assert engine.store.stats().in_use == 0
+
+
+def test_comb_reads_documents_named_in_messages() -> None:
+    torch.manual_seed(0)
+    tokenizer = byte_tokenizer()
+    backbone = tiny("llama")
+    backbone.resize_token_embeddings(len(tokenizer))
+    model = open_gates(CombForCausalLM.from_backbone(backbone, num_encoder_layers=2))
+    engine = PICEngine(model, tokenizer)
+    a, b, _ = engine.add_documents(CHUNKS)
+    answer = engine.chat(mixed(a, b), max_new_tokens=4)
+    assert answer.report.encoder
+    assert answer.report.prompt_tokens == len(tokenizer.encode("<|system|>Facts: <|user|>Given who?<|assistant|>"))
+    off = engine.chat(mixed(a, b), encoder=False, max_new_tokens=4)
+    assert off.report.prompt_tokens == answer.report.prompt_tokens + sum(len(text) + 1 for text in CHUNKS[:2])
+
+
+def test_methods_share_what_they_compile_alike() -> None:
+    store, model = PICacheStore(), llama()
+    expected = {"naive": "compiled", "legolink:4": "hit", "cacheblend:0.2": "hit", "legolink-0": "compiled",
+                "naive,front=dummies:4": "hit", "naive,front=dummies:2": "compiled"}  # fmt: skip
+    for spec, state in expected.items():
+        engine = PICEngine(model, byte_tokenizer(), method=spec, store=store)
+        assert engine.ask("who?", documents=CHUNKS[:1], max_new_tokens=1).report.documents[0].state == state
+
+
+@pytest.mark.parametrize(
+    "part", [{"type": [[]], "text": "a"}, {"type": {}}, {"type": "document", "id": [1]}, 3, None, [["a"]]]
+)
+def test_malformed_parts_are_refused_by_name(part: Any) -> None:
+    """Bodies of requests come here as JSON made them: any type may stand anywhere."""
+    with pytest.raises(ValueError, match="message content must be text"):
+        referenced_documents([{"role": "user", "content": [{"type": "document", "id": "a"}, part]}])

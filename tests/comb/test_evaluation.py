@@ -1,19 +1,29 @@
-"""What a comparison is shown and kept as: tables, JSON and plots, from hand-made rows."""
+"""Metrics by hand and by official definitions, where documents are read, and what a comparison is shown and kept as."""
 
 from __future__ import annotations
 
 import io
 import json
+from contextlib import nullcontext
 from pathlib import Path
+from typing import Any
 
+import numpy
 import pytest
 import torch
 from rich.console import Console
+from typer.testing import CliRunner
 
+from comb.backbones.forward import StageTimes
+from comb.cli.main import app
+from comb.documents.document import Prompt
+from comb.evaluation.metrics import agreement, bootstrap, exact_match, f1, normalize_answer, rouge_l, score
+from comb.evaluation.placement import Placement, _Batch, hidden_in, measure_placement, short_prompts
 from comb.evaluation.plot import Lines, Quality, draw, plot_training
 from comb.evaluation.record import environment, write_results
 from comb.evaluation.summary import comparison_tables
 from comb.evaluation.table import FittedTable, Row, Timing
+from tests.helpers.families import tiny
 
 
 def test_timing_of_few_measurements() -> None:
@@ -62,7 +72,7 @@ def test_columns_without_room_stand_below_and_nothing_is_lost(width: int) -> Non
     assert (blocks == 1) == (width == 120)
 
 
-def test_json_says_how_it_was_made(tmp_path: Path) -> None:
+def test_json_says_how_it_was_made(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = tmp_path / "deep" / "result.json"
     write_results(path, [row(timing=Timing(1.0, 0.5, 2.0, 3))], seed=7, dataset="nano")
     content = json.loads(path.read_text())
@@ -72,10 +82,7 @@ def test_json_says_how_it_was_made(tmp_path: Path) -> None:
     assert {"argv", "versions", "commit", "machine"} <= set(content)
     assert content["versions"]["torch"] == torch.__version__
     assert [entry.name for entry in path.parent.iterdir()] == ["result.json"]  # no temporary file is left
-
-
-def test_environment_works_outside_a_repository(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("PATH", "")
+    monkeypatch.setenv("PATH", "")  # as outside a repository
     assert environment()["commit"] is None
 
 
@@ -97,3 +104,205 @@ def test_plots_are_written_and_hold_the_last_point_of_a_curve_far_from_zero(tmp_
     Lines([{"step": 0, "closed": -1.6}, {"step": 4, "closed": -0.3}], "step", {"": "closed"}, "", "").draw(axes)
     assert axes.get_ylim() == pytest.approx((-1.68, 0))  # worse than without documents
     pyplot.close("all")
+
+
+@pytest.mark.parametrize(
+    ("text", "normal"),
+    [
+        ("The  Cat!", "cat"),
+        ("an apple, a pear", "apple pear"),
+        ("U.S.", "us"),
+        ("Theory of the a-theist", "theory of atheist"),  # articles go as whole words, punctuation before them
+        ("", ""),
+        ("Åsa's", "åsas"),
+    ],
+)
+def test_normalize_answer(text: str, normal: str) -> None:
+    assert normalize_answer(text) == normal
+
+
+def test_exact_match_takes_the_best_reference_and_f1_counts_shared_words_with_repeats() -> None:
+    assert exact_match("the 10th century.", ["11th century", "10th Century"]) == 1.0
+    assert exact_match("10th centuries", ["11th century", "10th century"]) == 0.0
+    # shared: "in", "10th" -> precision 2/3, recall 2/4
+    assert f1("in in 10th", ["in 10th and 11th"]) == pytest.approx(2 * (2 / 3) * (2 / 4) / (2 / 3 + 2 / 4))
+    assert f1("nothing shared", ["other words"]) == 0.0
+    assert f1("Rome", ["Paris", "in Rome"]) == pytest.approx(2 / 3)
+    # an empty side matches an empty one alone, and nothing is left of an article
+    assert [f1(*pair) for pair in (("", [""]), ("the", [""]), ("", ["Rome"]), ("Rome", [""]))] == [1.0, 1.0, 0.0, 0.0]
+
+
+def test_rouge_l_is_the_f_measure_of_the_longest_common_subsequence() -> None:
+    # the example of Lin 2004, sec. 3: police killed the gunman / police kill the gunman / the gunman kill police
+    assert rouge_l("police kill the gunman", ["police killed the gunman"]) == pytest.approx(0.75)
+    assert rouge_l("the gunman kill police", ["police killed the gunman"]) == pytest.approx(0.5)
+    assert rouge_l("a b c d", ["b d"]) == pytest.approx(2 * 0.5 * 1.0 / 1.5)
+    assert rouge_l("", ["b d"]) == 0.0
+
+
+def test_scores_average_count_and_have_intervals() -> None:
+    scores = score(["Rome", "Paris"], [["Rome"], ["London"]])
+    assert (scores.n, scores.em, scores.f1, scores.rouge_l) == (2, 0.5, 0.5, 0.5)
+    scores = score(["Rome"] * 6 + ["Paris"] * 4, [["Rome"]] * 10)
+    low, high = scores.intervals["em"]
+    assert low < scores.em == 0.6 < high
+    assert set(scores.intervals) == {"em", "f1", "rouge_l"}
+    assert agreement(["a b", ""], ["a c", ""]) == ([0.0, 1.0], [0.5, 1.0])
+
+
+def test_score_refuses_what_it_cannot_score() -> None:
+    with pytest.raises(ValueError, match="nothing to score"):
+        score([], [])
+    with pytest.raises(ValueError, match="2 predictions but references for 1"):
+        score(["a", "b"], [["a"]])
+    with pytest.raises(ValueError, match="no reference"):
+        score(["a"], [[]])
+    with pytest.raises(ValueError, match="put a single one in a list"):
+        exact_match("a", "a")
+
+
+def test_bootstrap_intervals_hold_the_mean_as_often_as_they_say(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Against the known truth: draws of a coin of 0.7, 200 questions each."""
+    monkeypatch.setattr("comb.evaluation.metrics.RESAMPLES", 400)
+    generator = numpy.random.default_rng(0)
+    held, widths = 0, []
+    for _ in range(200):
+        low, high = bootstrap(list(map(float, generator.random(200) < 0.7)))
+        held += low <= 0.7 <= high
+        widths.append(high - low)
+    assert 0.90 <= held / 200 <= 0.99
+    # the normal approximation: 2 x 1.96 x sqrt(p (1 - p) / n)
+    assert sum(widths) / 200 == pytest.approx(2 * 1.96 * (0.7 * 0.3 / 200) ** 0.5, rel=0.05)
+    assert bootstrap([1.0] * 5) == (1.0, 1.0)
+    assert bootstrap([0.0, 1.0]) == bootstrap([0.0, 1.0])
+
+
+def test_rouge_l_is_the_packages() -> None:
+    rouge_scorer = pytest.importorskip("rouge_score.rouge_scorer")
+    scorer = rouge_scorer.RougeScorer(["rougeL"])
+    texts = [
+        "The cat sat on the mat.", "the mat sat on a cat", "Anna Bell's home is in Rome (Italy)!",
+        "in Rome, Anna lives", "one-two three_four 5", "five 5 three four one two", "completely different words", "x",
+    ]  # fmt: skip
+    for prediction in texts:
+        for reference in texts:
+            expected = scorer.score(reference, prediction)["rougeL"].fmeasure
+            assert rouge_l(prediction, [reference]) == pytest.approx(expected), (prediction, reference)
+
+
+PROMPTS = [
+    (Prompt((3,), ((10, 11, 12, 13), (14, 15)), (20, 21)), (30, 31)),
+    (Prompt((3,), ((16, 17, 18),), (22,)), (32,)),
+]
+
+
+def llama_that_reads_in_layer_2() -> Any:
+    backbone = tiny("llama")
+    for index in (0, 1, 3):
+        torch.nn.init.zeros_(backbone.model.layers[index].self_attn.o_proj.weight)
+    return backbone
+
+
+@torch.no_grad()
+def test_the_one_layer_that_reads_documents_is_found() -> None:
+    backbone = llama_that_reads_in_layer_2()
+    placement = measure_placement(backbone, PROMPTS)
+    others = [loss for layer, loss in placement.losses.items() if layer != 2]
+    assert max(map(abs, others)) < 1e-6
+    # no other layer reads them, so without them is as without this layer's sight of them
+    assert placement.losses[2] > 1e-4
+    assert placement.best(1) == [2]
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("gaps", [(), ((5,),)])
+def test_every_document_is_hidden(gaps: tuple[tuple[int, ...], ...]) -> None:
+    backbone = llama_that_reads_in_layer_2()
+    attention = backbone.model.layers[2].self_attn
+
+    def logprobs(*segments: tuple[int, ...], hidden: bool) -> torch.Tensor:
+        batch = _Batch([(Prompt((3,), segments, (20, 21), gaps), (30, 31))], torch.device("cpu"))
+        with hidden_in(attention, batch.hidden) if hidden else nullcontext():
+            return batch.logprobs(backbone)
+
+    one = (10, 11, 12, 13)
+    first, second = (logprobs(one, other, hidden=True) for other in ((14, 15), (40, 41)))
+    torch.testing.assert_close(first, second, rtol=0, atol=0)
+    seen = [logprobs(one, other, hidden=False) for other in ((14, 15), (40, 41))]
+    assert (seen[0] - seen[1]).abs().max() > 1e-4
+
+
+@pytest.mark.parametrize("family", ["llama", "gemma3", "mixtral", "deepseek_v3", "qwen3_next"])
+def test_batches_and_families(family: str) -> None:
+    backbone = tiny(family)
+    together = measure_placement(backbone, PROMPTS)
+    apart = measure_placement(backbone, PROMPTS, batch_tokens=1)
+    assert together.losses.keys() == apart.losses.keys() != set()
+    assert together.losses == pytest.approx(apart.losses, abs=1e-5)
+    assert together.without == pytest.approx(apart.without, abs=1e-5)
+    if family == "llama":
+        backbone.set_attn_implementation("eager")
+        assert measure_placement(backbone, PROMPTS).losses == pytest.approx(together.losses, abs=1e-5)
+
+
+def test_what_can_not_be_measured_is_refused() -> None:
+    with pytest.raises(ValueError, match="one has none"):
+        measure_placement(tiny("llama"), [(Prompt((3,), (), (4,)), (5,))])
+    with pytest.raises(ValueError, match="3 cross blocks, but documents can be read in 2 layers"):
+        Placement({0: 1.0, 3: 0.5}, 2.0).best(3)
+    assert Placement({0: 1.0, 3: 0.5, 2: 0.7}, 2.0).best(2) == [0, 2]
+    # the shortest come first, one at least
+    assert short_prompts(PROMPTS, 7) == [PROMPTS[1]]
+    assert short_prompts(PROMPTS, 1) == [PROMPTS[1]]
+    assert short_prompts(PROMPTS, 100) == [PROMPTS[1], PROMPTS[0]]
+
+
+def test_the_command_shows_layers_and_where_blocks_belong() -> None:
+    result = CliRunner().invoke(app, ["info", "nano", "--no-check", "--placement", "nano", "--blocks", "2"])
+    assert result.exit_code == 0, result.output
+    assert "where documents are read" in result.output
+    assert "model.cross_attention_layers=[" in result.output
+
+
+def test_times_add_up_and_a_part_is_no_part_of_the_whole(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = iter([0.0, 1.0, 4.0, 9.0, 20.0, 21.0])
+    monkeypatch.setattr("comb.backbones.forward.time.perf_counter", lambda: next(clock))
+    times = StageTimes(torch.device("cpu"), "compose")
+    assert dict(times) == {"compose": 0.0}
+    with times.timed("recompute"), times.timed("compose", within="recompute"):
+        pass
+    with times.timed("compose"):
+        pass
+    assert dict(times) == {"compose": 4.0, "recompute": 6.0}
+
+
+def test_on_a_gpu_nothing_waits_until_times_are_read(monkeypatch: pytest.MonkeyPatch) -> None:
+    told: list[str] = []
+    made: list[Any] = []
+
+    class Event:
+        def __init__(self, *, enable_timing: bool) -> None:
+            assert enable_timing
+            self.number = len(made)
+            made.append(self)
+
+        def record(self, stream: str) -> None:
+            told.append(f"{self.number} on {stream}")
+
+        def synchronize(self) -> None:
+            told.append(f"{self.number} awaited")
+
+        def elapsed_time(self, end: Event) -> float:
+            return 500.0 * (end.number - self.number)  # milliseconds
+
+    monkeypatch.setattr(torch.cuda, "Event", Event)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: f"{device}'s")
+    times = StageTimes(torch.device("cuda:1"))
+    with pytest.raises(ValueError, match="broken"), times.timed("link"):
+        raise ValueError("broken")
+    with times.timed("link"):
+        pass
+    assert told == ["0 on cuda:1's", "1 on cuda:1's", "2 on cuda:1's", "3 on cuda:1's"]
+    assert dict(times) == {"link": 1.0}
+    assert told[4:] == ["1 awaited", "3 awaited"]
+    assert times["link"] == 1.0  # once

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import random
 from itertools import pairwise
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -16,7 +15,6 @@ from comb.documents.splitting import Splitter, create, sentences, split_document
 from tests.helpers.byte_text import byte_llama, byte_tokenizer
 
 BUDGETED = [name for name in splitters.names() if name != "whole"]
-SAMPLES = Path(__file__).parents[3] / "shared" / "data" / "pretrain_text" / "wiki_passages_2wiki.jsonl.gz"
 
 MARKDOWN = """# First
 
@@ -60,16 +58,6 @@ def split(tokenizer: Any, text: str, spec: Any) -> list[str]:
     return [tokenizer.decode(segment) for segment in segments]
 
 
-def metaspace() -> Any:
-    """Marks spaces inside the words, as SentencePiece does, and drops the first one when it decodes."""
-    words = ["▁", "▁a", "▁cat", "▁sat.", "▁It", "▁slept.", "a", "<unk>"]
-    model = models.Unigram([(word, -1.0) for word in words], unk_id=7)
-    tokenizer = Tokenizer(model)
-    tokenizer.pre_tokenizer = pre_tokenizers.Metaspace()
-    tokenizer.decoder = decoders.Metaspace()
-    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, unk_token="<unk>")
-
-
 @pytest.mark.parametrize("name", BUDGETED)
 @pytest.mark.parametrize("seed", range(10))
 def test_nothing_is_lost_and_no_budget_exceeded(tokenizer: Any, name: str, seed: int) -> None:
@@ -92,6 +80,8 @@ def test_paragraphs_are_packed_and_long_ones_cut_at_sentences(tokenizer: Any) ->
         "One.\n\nTwo.\n\n", "This is a long one. ", "It has two sentences.\n\n", "End.",
     ]  # fmt: skip
     assert split(tokenizer, "one\r\n\r\ntwo", "paragraphs:7") == ["one\r\n\r\n", "two"]
+    pieces = ["One", ".\n\nTwo", " is", " here"]  # a boundary inside a token counts behind it
+    assert create("paragraphs:3").split([1, 2, 3, 4], pieces) == [(1, 2), (3, 4)]
 
 
 def test_sentences(tokenizer: Any) -> None:
@@ -105,95 +95,73 @@ def test_sentences(tokenizer: Any) -> None:
         "See No. 5.",
     ]  # fmt: skip
     assert split(tokenizer, "今日は。明日も！はい", "sentences:13") == ["今日は。", "明日も！", "はい"]
-
-
-def test_words_stay_whole_where_they_fit(tokenizer: Any) -> None:
+    # words stay whole where they fit
     assert split(tokenizer, "alpha beta gamma", "sentences:8") == ["alpha", " beta", " gamma"]
 
 
-def test_markdown(tokenizer: Any) -> None:
+def test_markdown_and_code(tokenizer: Any) -> None:
     sections = split(tokenizer, MARKDOWN, "markdown:90")
     assert sections == [MARKDOWN.partition("## Second")[0], "## Second\n\nMore text.\n"]
     blocks = split(tokenizer, MARKDOWN, "markdown:45")
     assert "```python\n# not a heading\n\nx = 1\n```\n" in [block.rstrip("\n") + "\n" for block in blocks]
-    headed = split(
-        tokenizer, "Text before.\n\n## Head\n\nBody of the section is long. And longer still.", "markdown:40"
-    )
-    assert headed[0] == "Text before.\n\n"  # a heading is never the end of a segment
+    text = "Text before.\n\n## Head\n\nBody of the section is long. And longer still."
+    assert split(tokenizer, text, "markdown:40")[0] == "Text before.\n\n"  # a heading is never the end of a segment
     fence = "~~~\n" + "line of code\n" * 9 + "~~~\n"
     assert all(part.endswith("\n") for part in split(tokenizer, fence, "markdown:30"))
     unclosed = "text\n\n```\n# a comment\n\nmore\n"
     assert split(tokenizer, unclosed, "markdown:24")[-1] == "```\n# a comment\n\nmore\n"
-
-
-def test_code(tokenizer: Any) -> None:
     blocks = split(tokenizer, CODE, "code:62")
     assert blocks == ["import os\n\n\n", CODE[CODE.index("# adds") : CODE.index("class")], CODE[CODE.index("class") :]]
 
 
-def test_a_boundary_inside_a_token_counts_behind_it() -> None:
-    pieces = ["One", ".\n\nTwo", " is", " here"]
-    assert create("paragraphs:3").split([1, 2, 3, 4], pieces) == [(1, 2), (3, 4)]
-
-
 def test_pieces_join_to_the_text(tokenizer: Any) -> None:
-    text = "It's 3 o'clock — naïve?\n\n\tYes."
-    assert "".join(token_pieces(tokenizer, tokenizer.encode(text, add_special_tokens=False))).startswith(
-        "It's 3 o'clock "
-    )
-    spaced = metaspace()
+    ids = tokenizer.encode("It's 3 o'clock — naïve?\n\n\tYes.", add_special_tokens=False)
+    assert "".join(token_pieces(tokenizer, ids)).startswith("It's 3 o'clock ")
+    # marks spaces inside the words, as SentencePiece does, and drops the first one when it decodes
+    words = ["▁", "▁a", "▁cat", "▁sat.", "▁It", "▁slept.", "a", "<unk>"]
+    made = Tokenizer(models.Unigram([(word, -1.0) for word in words], unk_id=7))
+    made.pre_tokenizer, made.decoder = pre_tokenizers.Metaspace(), decoders.Metaspace()
+    spaced = PreTrainedTokenizerFast(tokenizer_object=made, unk_token="<unk>")
     ids = spaced.encode("a cat sat. It slept.", add_special_tokens=False)
     assert token_pieces(spaced, ids) == [" a", " cat", " sat.", " It", " slept."]
     assert split_document(spaced, ids, create("sentences:3")) == [tuple(ids[:3]), tuple(ids[3:])]
 
 
-def at(boundaries: Any, max_tokens: int) -> Splitter:
-    own = create(boundaries)
-    own.max_tokens = max_tokens
-    return own
+def bars(text: str) -> list[int]:
+    return [index + 1 for index, character in enumerate(text) if character == "|"]
 
 
-def test_a_function_of_ones_own(tokenizer: Any) -> None:
-    def bars(text: str) -> list[int]:
-        return [index + 1 for index, character in enumerate(text) if character == "|"]
-
-    own = at(bars, 8)
+def test_functions_and_classes_of_ones_own(tokenizer: Any) -> None:
+    own = create(bars)
+    assert isinstance(own, Splitter)
+    own.max_tokens = 8
     assert split(tokenizer, "ab|cdef|g|hijklmnop", own) == ["ab|cdef|", "g|", "hijklmno", "p"]
-    assert isinstance(create(bars), Splitter)
-    for offsets in ([3, 2], [0, 99], [-1]):
-        with pytest.raises(ValueError, match="increasing offsets"):
-            split(tokenizer, "x" * 30, at(lambda text, o=offsets: o, 5))
+    for found, why in (*((offsets, "increasing offsets") for offsets in ([3, 2], [0, 99], [-1])),
+                       *((offsets, "whole numbers") for offsets in (None, [1.5], ["x"]))):  # fmt: skip
+        wrong = create(lambda text, found=found: found)
+        wrong.max_tokens = 5
+        with pytest.raises(ValueError, match=why):
+            split(tokenizer, "x" * 30, wrong)
 
-
-def test_a_registered_class(tokenizer: Any) -> None:
     @splitters.register("test-bars")
     class Bars(Splitter):
-        levels = (lambda text: (i + 1 for i, c in enumerate(text) if c == "|"),)
+        levels = (bars,)
 
     assert split(tokenizer, "abc|def|", "test-bars:5") == ["abc|", "def|"]
     with pytest.raises(ValueError, match="registered already"):
         splitters.register("test-bars")(type("Other", (Splitter,), {}))
 
 
-class _Own(Splitter):
-    def __init__(self, made: list[list[int]]) -> None:
-        self.made = made
-
-    def split(self, token_ids: Any, pieces: Any) -> Any:
-        return self.made
-
-
 @pytest.mark.parametrize("made", [[], [[5, 6]], [[6, 5], [7]], [[5, 6], [], [7]]])
 def test_a_splitter_that_loses_or_turns_tokens_is_refused(tokenizer: Any, made: list[list[int]]) -> None:
-    with pytest.raises(ValueError, match=r"_Own made \d segments that are not the document"):
-        split_document(tokenizer, [5, 6, 7], _Own(made))
-    assert split_document(tokenizer, [5, 6, 7], _Own([[5], [6, 7]])) == [(5,), (6, 7)]
+    class Own(Splitter):
+        def split(self, token_ids: Any, pieces: Any) -> Any:
+            return made
 
-
-@pytest.mark.parametrize("found", [None, [1.5], ["x"]])
-def test_boundaries_that_are_not_numbers_are_refused(tokenizer: Any, found: Any) -> None:
-    with pytest.raises(ValueError, match="whole numbers"):
-        split(tokenizer, "abc", at(lambda text: found, 2))
+    with pytest.raises(ValueError, match=r"Own made \d segments that are not the document"):
+        split_document(tokenizer, [5, 6, 7], Own())
+    made = [[5], [6, 7]]
+    assert split_document(tokenizer, [5, 6, 7], Own()) == [(5,), (6, 7)]
 
 
 @pytest.mark.parametrize(
@@ -228,8 +196,9 @@ def test_the_engine_splits_and_reports_whole_documents(tokenizer: Any) -> None:
     engine.remove_documents(ids)
     (gone,) = engine.ask("who?", documents=[text], max_new_tokens=2).report.documents
     assert gone.state == "compiled"
-    whole = PICEngine(model, tokenizer, method="full", splitter="sentences:24")
-    assert whole.ask("who?", documents=[text], max_new_tokens=4).token_ids == (
-        PICEngine(model, tokenizer, method="full").ask("who?", documents=[text], max_new_tokens=4).token_ids
+    cut, whole = (
+        PICEngine(model, tokenizer, method="full", splitter=each).ask("who?", documents=[text], max_new_tokens=4)
+        for each in ("sentences:24", "whole")
     )
+    assert cut.token_ids == whole.token_ids
     engine.store.check_integrity()

@@ -27,12 +27,8 @@ TEMPLATES = {**MADE_UP, **shipped()}
 DOCUMENT = " The lake is <|end|> 12 m deep.</think>"
 MIDNIGHT = datetime.datetime(2024, 2, 29, 23, 59, 59)
 
-words = st.lists(
-    st.sampled_from(
-        ["Hi", " ", "\n", "<think>", "</think>", "/no_think", '"', "{x}", "é", "12", "<|end|>", "<|user|>", "/"]
-    ),
-    max_size=6,
-).map("".join)
+WORDS = ["Hi", " ", "\n", "<think>", "</think>", "/no_think", '"', "{x}", "é", "12", "<|end|>", "<|user|>", "/"]
+words = st.lists(st.sampled_from(WORDS), max_size=6).map("".join)
 
 
 @st.composite
@@ -45,6 +41,11 @@ def chats(draw: Any) -> list[dict[str, Any]]:
             chat[-1]["reasoning_content"] = draw(words)
             chat.append({"role": "tool", "content": draw(words), "name": "look"})
     return [*chat, {"role": "user", "content": draw(words) + "?"}]
+
+
+def talk(*contents: Any) -> list[dict[str, Any]]:
+    """Questions and answers by turns."""
+    return [{"role": ("user", "assistant")[turn % 2], "content": content} for turn, content in enumerate(contents)]
 
 
 def by_itself(tokenizer: Any, chat: list[dict[str, Any]], **more: Any) -> list[int] | None:
@@ -102,7 +103,7 @@ def test_where_documents_cannot_be_placed_that_is_said(name: str) -> None:
 
 
 def test_options_of_a_template_are_given_to_it() -> None:
-    chat = [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "<think>a</think>Hel"}]
+    chat = talk("Hi", "<think>a</think>Hel")
     tool = {"type": "function", "function": {"name": "look", "description": '"', "parameters": {}}}
     for name, options in (
         ("thinking of earlier answers is dropped", {"enable_thinking": False}),
@@ -132,10 +133,8 @@ def test_both_renderings_are_of_one_moment(monkeypatch: pytest.MonkeyPatch) -> N
 
     monkeypatch.setattr(chat_template_utils, "datetime", Clock)
     texts = [tokenizer.decode(builder.build("Hi", [(1, 2)]).query) for _ in range(3)]
-    assert {text.partition("<|end|>")[0] for text in texts} == {
-        "<|system|>Today: 29 Feb 2024",
-        "<|system|>Today: 01 Mar 2024",
-    }
+    days = {text.partition("<|end|>")[0] for text in texts}
+    assert days == {"<|system|>Today: 29 Feb 2024", "<|system|>Today: 01 Mar 2024"}
 
 
 def test_documents_named_in_messages_are_words_of_theirs() -> None:
@@ -147,20 +146,12 @@ def test_documents_named_in_messages_are_words_of_theirs() -> None:
         segment = builder.segment("The lake.")
         for before, behind in (("First: ", " then"), ("", ""), ("A\n", "")):
             texts = [{"type": "text", "text": text} for text in (before, behind)]
-            chat = [
-                {"role": "user", "content": "Hi"},
-                {"role": "assistant", "content": "Ho"},
-                {
-                    "role": "user",
-                    "content": [each for each in (texts[0], document, texts[1]) if each.get("text") != ""],
-                },
-            ]
-            marked = [*chat[:2], {"role": "user", "content": f"{before}XX{behind}"}]
-            text = tokenizer.apply_chat_template(marked, tokenize=False, add_generation_prompt=True)
-            if name == "parts or texts":  # each part is trimmed by itself
-                text = text.replace("XX then", "XXthen").replace("First: XX", "First: XX")
             if name == "parts or texts" and before == "First: ":
-                continue
+                continue  # each part is trimmed by itself
+            parts = [each for each in (texts[0], document, texts[1]) if each.get("text") != ""]
+            chat = talk("Hi", "Ho", parts)
+            marked = talk("Hi", "Ho", f"{before}XX{behind}")
+            text = tokenizer.apply_chat_template(marked, tokenize=False, add_generation_prompt=True)
             prompt = builder.build(chat, (), {"a": [segment]})
             assert tokenizer.decode(prompt.flat) == text.replace("XX", "The lake.\n")
 
@@ -179,12 +170,7 @@ def test_answers_are_tokens_where_the_template_shows_them_whole() -> None:
         ("thinking of earlier answers is dropped", "<think>a</think>b", False),
     ):  # fmt: skip
         tokenizer = byte_tokenizer(MADE_UP[name])
-        chat = [
-            {"role": "user", "content": "Hi"},
-            {"role": "assistant", "content": text},
-            {"role": "user", "content": "So?"},
-        ]
-        held = [chat[0], {"role": "assistant", "content": [Generated(ids, text)]}, chat[2]]
+        chat, held = talk("Hi", text, "So?"), talk("Hi", [Generated(ids, text)], "So?")
         expected, written = by_itself(tokenizer, chat), tuple(tokenizer.encode(text))
         assert expected is not None
         for segments in ((), [(1, 2)]):
@@ -200,7 +186,7 @@ def test_a_long_chat_takes_linear_time() -> None:
     builder = PromptBuilder(byte_tokenizer(MADE_UP["plain"]))
     seconds = []
     for messages in (2_000, 20_000):
-        chat = [{"role": "user" if place % 2 else "assistant", "content": "a"} for place in range(messages)]
+        chat = talk(*"a" * messages)
         start = time.process_time()
         builder.build(chat, [(1, 2)])
         seconds.append(time.process_time() - start)
@@ -209,11 +195,8 @@ def test_a_long_chat_takes_linear_time() -> None:
 
 # ---- tokens at the edges of documents ----
 
-CORPUS = [
-    "How deep is the lake?\n\nThe lake is 12 m deep.",
-    "user\nHow\n\n\nassistant\nSo deep",
-    "[INST] How deep? [/INST]",
-]
+LAKE = "How deep is the lake?\n\nThe lake is 12 m deep."
+CORPUS = [LAKE, "user\nHow\n\n\nassistant\nSo deep", "[INST] How deep? [/INST]"]
 
 
 def trained(kind: str, template: str | None = None) -> Any:
@@ -249,25 +232,20 @@ def test_tokens_around_documents_are_those_of_the_whole_text(kind: str, name: st
     builder = PromptBuilder(tokenizer)
     segment = builder.segment("The lake is 12 m deep.")
     for question in ("How deep?", "\n\nHow", " deep? <|end|> how", "<|end|>So", "é?"):
-        chat = [{"role": "user", "content": question}]
+        chat = talk(question)
         whole = by_itself(tokenizer, chat)
         assert whole is not None
         assert list(builder.build(chat).flat) == whole
         prompt = builder.build(chat, [segment])
         # a token that a document comes in between is two; no other differs, and no space is added
-        same = next((n for n, (a, b) in enumerate(zip(prompt.query, whole, strict=False)) if a != b), len(whole))
-        rest = next(
-            (n for n, (a, b) in enumerate(zip(prompt.query[::-1], whole[::-1], strict=False)) if a != b), len(whole)
-        )
+        pairs = (zip(prompt.query[::step], whole[::step], strict=False) for step in (1, -1))
+        same, rest = (next((n for n, (a, b) in enumerate(pair) if a != b), len(whole)) for pair in pairs)
         if "[INST]" not in MADE_UP[name]:
             assert len(whole) - rest <= same + 3
         assert tokenizer.decode(prompt.query).replace(" ", "") == tokenizer.decode(whole).replace(" ", "")
         if kind in ("always", "first"):
-            spaces = [
-                sum(token.count("▁") for token in tokenizer.convert_ids_to_tokens(list(ids)))
-                for ids in (prompt.query, whole)
-            ]
-            assert spaces[0] == spaces[1]
+            ours, theirs = ("".join(tokenizer.convert_ids_to_tokens(list(ids))) for ids in (prompt.query, whole))
+            assert ours.count("▁") == theirs.count("▁")
 
 
 @pytest.mark.parametrize("kind", ["bytes", "always", "first", "words"])
@@ -310,7 +288,7 @@ def test_a_tokenizer_that_reads_structure_in_any_text_is_refused() -> None:
 
 @pytest.mark.parametrize("front", ["", "\n", "\n\n"])
 def test_what_a_template_is_given_by_default_goes_with_the_tokenizer(tmp_path: Path, front: str) -> None:
-    chat = [{"role": "user", "content": "Hi"}]
+    chat = talk("Hi")
     plain = byte_tokenizer(front + MADE_UP["thinking of earlier answers is dropped"])
     plain.save_pretrained(tmp_path)
     told = load_tokenizer(tmp_path, chat_template_kwargs={"enable_thinking": False})
@@ -330,6 +308,7 @@ def test_what_a_template_is_given_by_default_goes_with_the_tokenizer(tmp_path: P
         ({"enable_thinkin": False}, "knows no 'enable_thinkin'"),
         ({"messages": "x"}, "can't set 'messages'"),
         ({"enable_thinking": None}, "is a text, a number, true or false"),
+        ({"enable_thinking": float("inf")}, "is a text, a number, true or false"),
     ],
 )
 def test_what_no_template_can_be_given_is_refused(arguments: dict[str, Any], message: str) -> None:
@@ -344,7 +323,7 @@ def test_what_no_template_can_be_given_is_refused(arguments: dict[str, Any], mes
 def test_the_last_default_of_a_template_counts() -> None:
     front = "  {% if true %}{{ '>' }}{% endif %}"
     tokenizer = byte_tokenizer(front + MADE_UP["thinking of earlier answers is dropped"])
-    chat = [{"role": "user", "content": "Hi"}]
+    chat = talk("Hi")
     wanted = {value: by_itself(tokenizer, chat, enable_thinking=value) for value in (True, False)}
     assert wanted[True] != wanted[False]
     for value in (False, True, False):
@@ -355,13 +334,11 @@ def test_the_last_default_of_a_template_counts() -> None:
 
 def test_any_text_can_be_a_default() -> None:
     tokenizer = byte_tokenizer("{{ persona }}" + MADE_UP["plain"])
-    chat = [{"role": "user", "content": "Hi"}]
+    chat = talk("Hi")
     for persona in ("😀", 'it\'s {{ 1 }} %} "x"\n'):
         wanted = by_itself(tokenizer, chat, persona=persona)
         set_template_defaults(tokenizer, {"persona": persona})
         assert by_itself(tokenizer, chat) == wanted
-    with pytest.raises(ValueError, match="is a text, a number, true or false"):
-        set_template_defaults(tokenizer, {"persona": float("inf")})
 
 
 def test_arguments_of_the_renderer_itself_are_not_a_templates() -> None:
