@@ -83,11 +83,15 @@ def comb(method: str | None, on: str | Path = "nano", **more: Any) -> CombLM:
     return CombLM(str(on), method, dtype="float32", device="cpu", batch_size=2, **more)
 
 
+def harness(tasks: Path, **more: Any) -> dict[str, list[Any]]:
+    """What the harness's own model for transformers says."""
+    engine = comb("full").engine
+    return outcome(HFLM(engine.model, tokenizer=engine.tokenizer, batch_size=2, device="cpu", **more), tasks)
+
+
 @pytest.fixture(scope="module")
 def plain(tasks: Path) -> dict[str, list[Any]]:
-    """Of the harness's own model for transformers."""
-    engine = comb("full").engine
-    return outcome(HFLM(engine.model, tokenizer=engine.tokenizer, batch_size=2, device="cpu"), tasks)
+    return harness(tasks)
 
 
 @pytest.mark.parametrize("method", ["full", "prefix", "naive"])
@@ -117,10 +121,7 @@ def test_what_is_linked_is_the_engines_and_a_whole_text_is_not_cut(tasks: Path, 
 
 
 def test_a_context_that_is_too_long_loses_its_start_as_in_the_harness(tasks: Path) -> None:
-    short = {"max_length": 200}
-    engine = comb("full").engine
-    given = outcome(HFLM(engine.model, tokenizer=engine.tokenizer, batch_size=2, device="cpu", **short), tasks)
-    found = outcome(comb("legolink:65536", **short), tasks)
+    given, found = harness(tasks, max_length=200), outcome(comb("legolink:65536", max_length=200), tasks)
     assert found["generates"] == given["generates"]
     assert scores(found) == pytest.approx(scores(given), abs=1e-4)
 

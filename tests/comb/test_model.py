@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import copy
 import pickle
-import threading
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -113,22 +114,12 @@ def test_beams_and_several_sequences_keep_their_rows(model: CombForCausalLM, que
 
 @torch.no_grad()
 def test_sampling_and_streaming(model: CombForCausalLM, query: torch.Tensor) -> None:
-    class Collect:
-        def __init__(self) -> None:
-            self.tokens: list[int] = []
-
-        def put(self, value: torch.Tensor) -> None:
-            self.tokens += value.flatten().tolist()
-
-        def end(self) -> None:
-            self.ended = True
-
     (pic,) = model.encode([SEGMENTS[0]])
-    collect = Collect()
+    streamer = Mock()
     torch.manual_seed(0)
-    out = model.generate(query[:1], documents=[[pic]], max_new_tokens=4, do_sample=True, streamer=collect)
-    assert collect.tokens == out[0].tolist()
-    assert collect.ended
+    out = model.generate(query[:1], documents=[[pic]], max_new_tokens=4, do_sample=True, streamer=streamer)
+    assert torch.equal(torch.cat([call.args[0].flatten() for call in streamer.put.call_args_list]), out[0])
+    streamer.end.assert_called_once()
 
 
 @torch.no_grad()
@@ -146,22 +137,16 @@ def test_a_request_without_documents_after_one_with(model: CombForCausalLM, quer
 @torch.no_grad()
 def test_threads_see_only_their_own_documents(model: CombForCausalLM, query: torch.Tensor) -> None:
     pics = model.encode(SEGMENTS)
-    wanted = {i: model(query, documents=[[pics[i]], []]).logits for i in range(3)} | {3: model(query).logits}
-    wrong: list[int] = []
+    given = [None, *([[pic], []] for pic in pics)]
+    wanted = [model(query, documents=documents).logits for documents in given]
 
-    def work(index: int) -> None:
-        documents = None if index == 3 else [[pics[index]], []]
-        for _ in range(10):
-            with torch.no_grad():
-                if not torch.equal(model(query, documents=documents).logits, wanted[index]):
-                    wrong.append(index)
+    @torch.no_grad()
+    def same(index: int) -> bool:
+        found = [model(query, documents=given[index]).logits for _ in range(10)]
+        return all(torch.equal(logits, wanted[index]) for logits in found)
 
-    threads = [threading.Thread(target=work, args=(i % 4,)) for i in range(8)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert not wrong
+    with ThreadPoolExecutor(8) as pool:
+        assert all(pool.map(same, [*range(4)] * 2))
     assert hooks_on(model) == 0
 
 
@@ -207,24 +192,28 @@ def test_a_compiled_model_never_answers_without_its_documents(model: CombForCaus
 def test_the_switch_belongs_to_a_thread(model: CombForCausalLM, query: torch.Tensor) -> None:
     documents = [model.encode([SEGMENTS[0]]), []]
     wanted = model(query, documents=documents).logits
-    found: list[torch.Tensor] = []
-
-    def work() -> None:
-        with torch.no_grad():
-            found.append(model(query, documents=documents).logits)
-
-    with model.encoder_disabled():
+    with model.encoder_disabled(), ThreadPoolExecutor(1) as pool:
         assert not model.encoder_enabled
-        thread = threading.Thread(target=work)
-        thread.start()
-        thread.join()
-    assert torch.equal(found[0], wanted)
+        assert torch.equal(pool.submit(model, query, documents=documents).result().logits, wanted)
 
 
-def test_generation_config_is_the_backbones(model: CombForCausalLM, query: torch.Tensor) -> None:
+def test_what_transformers_and_peft_ask_of_a_model(
+    model: CombForCausalLM, query: torch.Tensor, capsys: pytest.CaptureFixture[str]
+) -> None:
     model.generation_config = tf.GenerationConfig(max_new_tokens=3, eos_token_id=None)
     assert model.backbone.generation_config.max_new_tokens == 3
     assert model.generate(query).shape[1] == query.shape[1] + 3
+    model.print_trainable_parameters()
+    trainable = sum(p.numel() for p in [*model.encoder.parameters(), *model.cross_blocks.parameters()])
+    assert f"trainable params: {trainable:,d}" in capsys.readouterr().out
+    assert not any(p.requires_grad for p in model.backbone.parameters())
+    for name in ("disable_adapters", "enable_adapters", "set_adapter", "active_adapters", "add_adapter"):
+        with pytest.raises(ValueError, match=r"model\.backbone\..*encoder=False"):
+            getattr(model, name)()
+    with pytest.raises(ValueError, match="adapter on a backbone already"):
+        CombForCausalLM.from_backbone(model)
+    with pytest.raises(ValueError, match=r"before CombForCausalLM\.from_backbone"):
+        model.resize_token_embeddings(200)
 
 
 @torch.no_grad()
@@ -271,14 +260,6 @@ def test_documents_while_the_encoder_is_off(model: CombForCausalLM, query: torch
 
 
 @pytest.mark.parametrize(
-    "name", ["disable_adapters", "enable_adapters", "set_adapter", "active_adapters", "add_adapter"]
-)
-def test_what_peft_adds_to_models_is_the_backbones(model: CombForCausalLM, name: str) -> None:
-    with pytest.raises(ValueError, match=r"model\.backbone\..*encoder=False"):
-        getattr(model, name)()
-
-
-@pytest.mark.parametrize(
     "documents", ["text", [[8, 9]], [["text"], []], [[None], []], [[torch.ones(2, 2)], []], [[[1.5]], []], ["ab", "cd"]]
 )
 def test_documents_nested_wrongly(model: CombForCausalLM, query: torch.Tensor, documents: Any) -> None:
@@ -299,13 +280,6 @@ def test_one_list_of_documents_per_row(model: CombForCausalLM, query: torch.Tens
     embedded = model.get_input_embeddings()(query.repeat(2, 1))  # embeddings have rows too
     with pytest.raises(ValueError, match="2 lists for 4 rows"):
         model.generate(inputs_embeds=embedded, documents=documents, max_new_tokens=2)
-
-
-def test_what_cannot_be_done_to_an_adapter(model: CombForCausalLM) -> None:
-    with pytest.raises(ValueError, match="adapter on a backbone already"):
-        CombForCausalLM.from_backbone(model)
-    with pytest.raises(ValueError, match=r"before CombForCausalLM\.from_backbone"):
-        model.resize_token_embeddings(200)
 
 
 @pytest.mark.parametrize(
@@ -340,8 +314,8 @@ def test_segments_that_cannot_be_encoded(model: CombForCausalLM, segment: list[i
 
 @torch.no_grad()
 def test_more_cross_blocks_than_encoder_layers(query: torch.Tensor) -> None:
-    options: dict[str, Any] = {"num_encoder_layers": 2, "cross_attention_layers": [0, 1, 3]}
-    model = open_gates(CombForCausalLM.from_backbone(tiny("qwen3"), **options))
+    backbone, layers = tiny("qwen3"), [0, 1, 3]
+    model = open_gates(CombForCausalLM.from_backbone(backbone, num_encoder_layers=2, cross_attention_layers=layers))
     assert model.config.cross_encoder_layers == [0, 1, 1]
     (pic,) = model.encode([SEGMENTS[0]])
     assert pic.keys.shape == (3, 4, 2, 16)
@@ -404,19 +378,11 @@ def test_attention_implementations_agree(implementation: str, query: torch.Tenso
     assert not torch.equal(logits("sdpa", False), logits("sdpa", True))
 
 
-def test_print_trainable_parameters(model: CombForCausalLM, capsys: pytest.CaptureFixture[str]) -> None:
-    model.print_trainable_parameters()
-    trainable = sum(p.numel() for p in [*model.encoder.parameters(), *model.cross_blocks.parameters()])
-    assert f"trainable params: {trainable:,d}" in capsys.readouterr().out
-    assert not any(p.requires_grad for p in model.backbone.parameters())
-
-
 def test_works_on_an_untied_backbone_with_scaled_embeddings() -> None:
     config = tf.GraniteConfig(**BASE, embedding_multiplier=3.0, tie_word_embeddings=False)
     model = CombForCausalLM.from_backbone(tf.AutoModelForCausalLM.from_config(config).eval(), num_encoder_layers=1)
-    ids = (5, 6)
-    expected = model.backbone.get_input_embeddings()(torch.tensor([ids]))[0] * 3.0
-    torch.testing.assert_close(model._embed([tuple(ids)])[0], expected)
+    expected = model.backbone.get_input_embeddings()(torch.tensor([5, 6])) * 3.0
+    torch.testing.assert_close(model._embed([(5, 6)])[0], expected)
 
 
 @pytest.mark.parametrize("family", FAMILIES)
