@@ -181,8 +181,8 @@ class LLM(vllm.LLM):
         except RequestError as error:
             raise ValueError(error.message) from error
         finally:
-            # in one go, behind what `run` has cancelled there
-            self._loop.call_soon_threadsafe(lambda: [each.release() for each in filter(None, held)])
+            for each in filter(None, held):  # behind what `run` has cancelled there
+                self._loop.call_soon_threadsafe(each.release)
         for one, lease, token, output in zip(found, held, tokens, outputs, strict=True):
             link = None if token is None else self._reports.take(name_of(token))
             output.comb = report(one, lease, link)
