@@ -27,10 +27,10 @@ SMALL = {
 }  # fmt: skip
 
 
-def checkpoint(folder: Path, backbone: Any) -> CombForCausalLM:
+def checkpoint(folder: Path, backbone: Any, **options: Any) -> CombForCausalLM:
     """An adapter with open gates on `backbone` (a name, a folder or a model saved before), saved to `folder`."""
     torch.manual_seed(3)
-    made = CombForCausalLM.from_backbone(backbone, dtype=torch.float32, num_encoder_layers=2)
+    made = CombForCausalLM.from_backbone(backbone, dtype=torch.float32, num_encoder_layers=2, **options)
     model = open_gates(made, 1.5, 1.0)
     for block in model.cross_blocks:
         for parameter in block.parameters():
