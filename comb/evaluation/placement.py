@@ -80,11 +80,7 @@ def measure_placement(backbone: PreTrainedModel, prompts: Sequence[Asked], *, ba
         ValueError: for a prompt without documents, or an attention that takes no mask (flash attention).
     """
     info = inspect_backbone(backbone)
-    if not takes_masks(backbone):
-        raise ValueError(
-            f"the placement is measured with masks, which {backbone.config._attn_implementation} doesn't take: load "
-            "the backbone with attn_implementation=sdpa, or name the layers"
-        )
+    _check_masks(backbone, "the placement is measured", ", or name the layers")
     layers: Any = backbone.get_submodule(info.layers_path)
     chosen = {
         index: attention
@@ -162,12 +158,8 @@ def fit_blocks(model: Any, prompts: Sequence[Asked], *, batch_tokens: int = 4096
     Raises:
         ValueError: for an attention that takes no mask (flash attention), or isn't added as it is.
     """
-    backbone, blocks = model.backbone, dict(zip(model.config.cross_attention_layers, model.cross_blocks, strict=True))
-    if not takes_masks(backbone):
-        raise ValueError(
-            f"cross blocks are fitted with masks, which {backbone.config._attn_implementation} doesn't take: load the "
-            "backbone with attn_implementation=sdpa"
-        )
+    backbone, blocks = model.backbone, model.cross_blocks
+    _check_masks(backbone, "cross blocks are fitted")
     if model.config.encoder_config.norm_placement != "pre" or getattr(backbone.config, "residual_multiplier", 1) != 1:
         raise ValueError(
             "initialization=first is for backbones that add the output of their attention as it is: this one has norms "
@@ -175,31 +167,30 @@ def fit_blocks(model: Any, prompts: Sequence[Asked], *, batch_tokens: int = 4096
         )
     heads, dim = model.info.num_attention_heads, model.info.head_dim
     # of each block: products of what two heads add, of that with what is wanted, and of this with itself
-    sums = {layer: [torch.zeros(heads, heads), torch.zeros(heads), torch.zeros(())] for layer in blocks}
+    sums = [[torch.zeros(heads, heads), torch.zeros(heads), torch.zeros(())] for _ in blocks]
     for rows in padded_batches(sorted(prompts, key=_tokens), batch_tokens, _tokens):
         batch = _Batch(rows, backbone.device)
         with model.linked([list(prompt.segments) for prompt, _ in rows]) as link:
             pass  # the backbone runs plainly: each block is asked about states that no other has changed
         with ExitStack() as stack:
-            for place, (layer, block) in enumerate(blocks.items()):
-                stack.enter_context(_compared(model, batch, link, layer, block, place, sums[layer]))
+            for place, totals in enumerate(sums):
+                stack.enter_context(_compared(model, place, batch, link, totals))
             backbone.base_model(input_ids=batch.input_ids, use_cache=False)
     shares = {}
-    for layer, (between, wanted, square) in sums.items():
+    for layer, block, (between, wanted, square) in zip(model.config.cross_attention_layers, blocks, sums, strict=True):
         ridge = 0.01 * between.diagonal().mean() * torch.eye(heads)
         scale = torch.linalg.solve(between + ridge, wanted)
         shares[layer] = float((2 * scale @ wanted - scale @ between @ scale) / square)
-        gate, weight = blocks[layer].attention_gate, blocks[layer].cross_attn.o_proj.weight
+        gate = block.attention_gate
         opened = gate.tanh() if gate.item() else 1.0  # behind a closed gate it waits for being opened
-        weight.mul_((scale.to(gate) / opened).repeat_interleave(dim))
+        block.cross_attn.o_proj.weight.mul_((scale.to(gate) / opened).repeat_interleave(dim))
     return shares
 
 
 @contextmanager
-def _compared(
-    model: Any, batch: _Batch, link: Any, layer: int, block: Any, place: int, sums: list[Tensor]
-) -> Iterator[None]:
-    """While the backbone runs, adds to `sums` what `layer` adds for documents and what the block's heads do."""
+def _compared(model: Any, place: int, batch: _Batch, link: Any, totals: list[Tensor]) -> Iterator[None]:
+    """While the backbone runs, adds up what the heads of block `place` add, and the layer behind it for documents."""
+    block, layer = model.cross_blocks[place], model.config.cross_attention_layers[place]
     module = model.backbone.get_submodule(model.info.layers_path)[layer]
     attention = find_child(module, ATTENTION_NAMES)
     if attention is None:
@@ -214,14 +205,14 @@ def _compared(
 
     def leave(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
         # not by a call, which would come here again
-        without = attention.forward(*args, **without_hidden(args, kwargs, batch.hidden))
+        without = attention.forward(*args, **_without_hidden(args, kwargs, batch.hidden))
         wanted, each = (output[0] - without[0])[batch.predicts].float(), found[0]
         products = (
             torch.einsum("hto,gto->hg", each, each),
             torch.einsum("hto,to->h", each, wanted),
             wanted.square().sum(),
         )
-        for total, product in zip(sums, products, strict=True):
+        for total, product in zip(totals, products, strict=True):
             total += product.cpu()
 
     handles = (
@@ -239,7 +230,7 @@ def _compared(
 def hidden_in(attention: nn.Module, hidden: Tensor) -> Iterator[None]:
     """Takes `hidden` [rows, 1, tokens, tokens] from the mask that one attention is given."""
     handle = attention.register_forward_pre_hook(
-        lambda _, args, kwargs: (args, without_hidden(args, kwargs, hidden)), with_kwargs=True
+        lambda _, args, kwargs: (args, _without_hidden(args, kwargs, hidden)), with_kwargs=True
     )
     try:
         yield
@@ -247,12 +238,15 @@ def hidden_in(attention: nn.Module, hidden: Tensor) -> Iterator[None]:
         handle.remove()
 
 
-def takes_masks(backbone: PreTrainedModel) -> bool:
-    """Whether documents can be hidden in its attention (flash attention takes no mask)."""
-    return str(backbone.config._attn_implementation) in ("sdpa", "eager")
+def _check_masks(backbone: PreTrainedModel, what: str, otherwise: str = "") -> None:
+    """Raises ValueError if documents can't be hidden in its attention (flash attention takes no mask)."""
+    if (kind := backbone.config._attn_implementation) not in ("sdpa", "eager"):
+        raise ValueError(
+            f"{what} with masks, which {kind} doesn't take: load the backbone with attn_implementation=sdpa{otherwise}"
+        )
 
 
-def without_hidden(args: tuple[Any, ...], kwargs: dict[str, Any], hidden: Tensor) -> dict[str, Any]:
+def _without_hidden(args: tuple[Any, ...], kwargs: dict[str, Any], hidden: Tensor) -> dict[str, Any]:
     """Keyword arguments of an attention, `hidden` [rows, 1, tokens, tokens] taken from their mask."""
     states = args[0] if args else kwargs["hidden_states"]
     mask = kwargs.get("attention_mask")
