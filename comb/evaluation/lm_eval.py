@@ -85,7 +85,10 @@ class CombLM(HFLM):
 
     def cut(self, token_ids: Sequence[int]) -> Prompt | None:
         """A prompt as passages and what is fresh; None if nothing in it is linked."""
-        spans = self._finder.find(token_ids) if self._links else []
+        method = self.engine.method
+        # who links leaves a position to answer in, and the harness scores a word behind a context that leaves none
+        full = not method.uses_encoder and len(token_ids) >= (method.max_prompt_tokens or sys.maxsize)
+        spans = self._finder.find(token_ids) if self._links and not full else []
         if spans:
             behind = (token for token in token_ids[sum(spans[-1]) :] if self.tokenizer.decode([token]).strip())
             if next(behind, None) in (None, *self.tokenizer.all_special_ids):

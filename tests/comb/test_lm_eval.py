@@ -126,6 +126,17 @@ def test_a_context_that_is_too_long_loses_its_start_as_in_the_harness(tasks: Pat
     assert scores(found) == pytest.approx(scores(given), abs=1e-4)
 
 
+def test_a_context_that_leaves_no_position_to_answer_in_is_the_harnesss(tasks: Path) -> None:
+    model = comb("legolink:65536")
+    passage = model.tok_encode(PASSAGES[0])
+    context = [*passage, *model.tok_encode(" Where? " * model.max_length)][: model.max_length]
+    request = (("", ""), context, passage[:1])  # one word behind it is scored at its last token
+    assert model._loglikelihood_tokens([request]) == HFLM._loglikelihood_tokens(model, [request])
+    assert model.linked_tokens == 0
+    model._loglikelihood_tokens([(("", ""), context[:-1], passage[:1])])
+    assert model.linked_tokens > 0
+
+
 @pytest.mark.parametrize(("method", "least"), [("full", 64), (None, 512)], ids=["switched off", "without documents"])
 def test_an_encoder_leaves_the_plain_models_scores_as_they_are(
     method: str | None, least: int, nano_adapter: Path, tasks: Path, plain: dict[str, list[Any]]
