@@ -497,13 +497,15 @@ def _check_read(link: LinkedDocuments) -> None:
 
 
 class _ReadAtEveryStep(StoppingCriteria):
-    """Never stops; called between the steps of a generation, it checks that each of them read the documents."""
+    """Never stops; called between the steps of a generation, it checks that each of them read the documents, and lets
+    all tokens behind the prompt read them."""
 
     def __init__(self, link: LinkedDocuments) -> None:
         self._link = link
 
     def __call__(self, input_ids: Tensor, scores: Any, **kwargs: Any) -> Tensor:
         _check_read(self._link)
+        self._link.reading = None
         return torch.zeros(input_ids.shape[0], dtype=torch.bool, device=input_ids.device)
 
 

@@ -283,6 +283,15 @@ def test_an_exact_prefix_is_cached_and_rows_of_a_batch_have_their_own(comb_model
     )
     with pytest.raises(ValueError, match="less than the row has tokens"):
         comb_model(torch.tensor([HEAD]), documents=[picaches], prefix_tokens=[len(HEAD)])
+    for size in (1, 2):  # a token of the prompt is none of the answer's, which all read
+        with pytest.raises(ValueError, match="is taken whole"):
+            comb_model.generate(
+                torch.tensor([HEAD + QUERY]),
+                documents=[picaches],
+                prefix_tokens=[len(HEAD)],
+                prefill_chunk_size=size,
+                max_new_tokens=2,
+            )
 
 
 def test_comb_refuses_nan_and_other_adapters() -> None:
