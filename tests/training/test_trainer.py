@@ -350,8 +350,18 @@ def test_another_models_checkpoint_is_refused(tmp_path: Path) -> None:
     other = CombForCausalLM.from_backbone(backbone(), num_encoder_layers=2, cross_attention_layers=[0, 1])
     with pytest.raises(ValueError, match="doesn't fit this model: missing"):
         saved.load_trainable(other, tmp_path)
-    with pytest.raises(ValueError, match="no checkpoint that this version can resume from"):
+    with pytest.raises(ValueError, match="is no checkpoint, it holds no trainer_state"):
         trainer(comb_model(), tmp_path).train(tmp_path)
+
+
+@pytest.mark.parametrize("damage", [lambda data: data[: len(data) // 2], lambda data: b"", lambda data: b"[1]"])
+@pytest.mark.parametrize("name", ["optimizer.pt", "rng_state_0.pth", "model.safetensors", "trainer_state.json"])
+def test_a_damaged_checkpoint_names_its_file_and_another_one(tmp_path: Path, name: str, damage: Any) -> None:
+    trainer(comb_model(), tmp_path, steps=4, save_steps=2).train()
+    path = tmp_path / "checkpoint-4" / name
+    path.write_bytes(damage(path.read_bytes()))
+    with pytest.raises(ValueError, match=rf"{path} can't be read \(.*go on .*--resume {tmp_path}/checkpoint-2\)"):
+        trainer(comb_model(), tmp_path, steps=6).train(tmp_path / "checkpoint-4")
 
 
 def test_a_resumed_run_may_be_longer(tmp_path: Path) -> None:

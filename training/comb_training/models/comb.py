@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from comb.backbones.loading import load_config
 from comb.evaluation.placement import fit_blocks, measure_placement, short_prompts
 from comb.model.config import CombConfig
 from comb.model.modeling import CombForCausalLM
@@ -77,7 +78,7 @@ class CombTraining(TrainingMethod):
         prompts = [(example.prompt, example.target) for example in some]
         if config.model.measured_cross_layers is not None:
             if resume is not None:
-                layers = CombConfig.from_pretrained(resume).cross_attention_layers
+                layers = load_config(resume, CombConfig).cross_attention_layers
             else:
                 placement = measure_placement(model.backbone, short_prompts(prompts))
                 layers = placement.best(config.model.measured_cross_layers)

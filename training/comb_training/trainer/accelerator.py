@@ -24,6 +24,7 @@ from torch import Tensor
 from comb_training.config import TrainConfig
 from comb_training.models.comb import lora_layers
 from comb_training.trainer import distributed
+from comb_training.trainer.checkpoints import reading
 
 
 def make_accelerator(config: TrainConfig, *, use_cpu: bool) -> Accelerator:
@@ -175,6 +176,7 @@ def settle_engine(engine: Any, model: Any) -> None:
 
 def load_engine(engine: Any, folder: Path) -> None:
     """What the engine's ``save_checkpoint`` wrote. Collective. Raises ValueError if it is not there."""
-    loaded, _ = engine.load_checkpoint(str(folder), load_module_strict=False)  # the frozen weights are not in it
+    with reading(folder):
+        loaded, _ = engine.load_checkpoint(str(folder), load_module_strict=False)  # the frozen weights are not in it
     if loaded is None:
         raise ValueError(f"{folder} holds no state of DeepSpeed; resume with the train.deepspeed it was made with")

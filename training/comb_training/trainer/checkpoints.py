@@ -126,9 +126,27 @@ def new_checkpoint(run: Path, step: int, *, keep: int) -> Iterator[Path]:
     distributed.barrier()
 
 
+@contextmanager
+def reading(folder: Path, file: str = "") -> Iterator[None]:
+    """Says of a checkpoint that can't be read which file of it that is, and what to do. Raises ValueError."""
+    try:
+        yield
+    except (MemoryError, torch.OutOfMemoryError):
+        raise
+    except Exception as error:  # JSON, safetensors, zip files and pickles have each their own
+        said = str(error).partition("\n")[0]
+        others = [each for each in checkpoints(folder.parent) if each != folder]
+        go_on = f"go on from another checkpoint (--resume {others[-1]}), or " if others else ""
+        raise ValueError(
+            f"{folder / file} can't be read ({type(error).__name__}: {said}): if it is damaged or cut off, {go_on}"
+            "begin again without --resume"
+        ) from error
+
+
 def check_names(model: nn.Module, folder: str | Path) -> None:
     """Raises ValueError if a checkpoint holds other parameters than `model` trains."""
-    with safe_open(Path(folder) / SAFE_WEIGHTS_NAME, framework="pt") as file:
+    folder = Path(folder)
+    with reading(folder, SAFE_WEIGHTS_NAME), safe_open(folder / SAFE_WEIGHTS_NAME, framework="pt") as file:
         saved = set(file.keys())
     trained = {name for name, parameter in model.named_parameters() if parameter.requires_grad}
     missing, surplus = sorted(trained - saved), sorted(saved - set(model.state_dict()))
@@ -143,7 +161,9 @@ def load_trainable(model: nn.Module, folder: str | Path) -> None:
     """Loads a checkpoint's trained parameters into `model`; the frozen ones are already there. Raises ValueError if the
     checkpoint holds other parameters than the model trains."""
     check_names(model, folder)
-    model.load_state_dict(load_file(Path(folder) / SAFE_WEIGHTS_NAME), strict=False)
+    folder = Path(folder)
+    with reading(folder, SAFE_WEIGHTS_NAME):
+        model.load_state_dict(load_file(folder / SAFE_WEIGHTS_NAME), strict=False)
 
 
 def check_finite(weights: Mapping[str, Tensor]) -> None:

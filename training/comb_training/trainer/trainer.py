@@ -40,6 +40,7 @@ from comb_training.trainer.checkpoints import (
     check_names,
     load_trainable,
     new_checkpoint,
+    reading,
 )
 from comb_training.trainer.distributed import asked_to_stop
 from comb_training.trainer.objective import Objective, heldout_losses
@@ -177,13 +178,15 @@ class CombTrainer:
                 load_engine(self._wrapped, folder)
             else:
                 load_trainable(self.model, folder)
-                state = torch.load(folder / OPTIMIZER_NAME, map_location="cpu", weights_only=True)
-                self.optimizer.load_state_dict(state)
+                with reading(folder, OPTIMIZER_NAME):
+                    state = torch.load(folder / OPTIMIZER_NAME, map_location="cpu", weights_only=True)
+                    self.optimizer.load_state_dict(state)
             path = folder / RANDOM_STATE.format(distributed.rank())
             if not path.is_file():
                 raise ValueError(f"{path} is not there: resume with as many processes as wrote the checkpoint")
-            state = torch.load(path, weights_only=True)
-            torch.set_rng_state(state["cpu"])
+            with reading(folder, path.name):
+                state = torch.load(path, weights_only=True)
+                torch.set_rng_state(state["cpu"])
             if torch.cuda.is_available() and state["cuda"]:
                 torch.cuda.set_rng_state_all(state["cuda"])
         self._set_learning_rates()
@@ -315,15 +318,15 @@ class CombTrainer:
 
     def _read_state(self, folder: Path) -> None:
         """How far the run was. Raises ValueError if `folder` doesn't tell."""
-        try:
+        if not (folder / TRAINER_STATE_NAME).is_file():
+            raise ValueError(
+                f"{folder} is no checkpoint, it holds no {TRAINER_STATE_NAME}: give a checkpoint-N folder, or auto for "
+                "the newest of train.output_dir"
+            )
+        with reading(folder, TRAINER_STATE_NAME):
             state = json.loads((folder / TRAINER_STATE_NAME).read_text(encoding="utf-8"))
             self.step, self.schedule.used = int(state["global_step"]), float(state["seconds"])
             self.log.history = state["log_history"]
-        except (OSError, json.JSONDecodeError, KeyError) as error:
-            raise ValueError(
-                f"{folder} is no checkpoint that this version can resume from ({type(error).__name__}: {error}); give "
-                "a checkpoint-N folder, or auto for the newest of train.output_dir"
-            ) from error
         its = state.get("settings")
         changed = [
             f"{section}.{key}"
