@@ -99,11 +99,13 @@ def private_folder(folder: Path, suffix: str) -> None:
                 # others can't enter such a folder anyway: those of `comb serve`
                 if not path.is_dir() or path.is_symlink() or path.stat().st_mode & 0o077:
                     raise ValueError(
-                        f"disk_path expects a folder of its own that only its owner may enter (mode 0700), {folder} "
-                        f"has mode {mode & 0o777:04o} and holds {path.name!r}; give an empty or new folder"
+                        f"documents are kept in a folder of their own that only its owner may enter (mode 0700), "
+                        f"{folder} has mode {mode & 0o777:04o} and holds {path.name!r}; give an empty or new folder"
                     )
             folder.chmod(0o700)
         for path in filter(is_abandoned, folder.iterdir()):
             path.unlink(missing_ok=True)
     except OSError as error:
-        raise ValueError(f"disk_path expects a folder that can be made and read, {folder}: {error}") from error
+        raise ValueError(
+            f"documents can't be kept in {folder} ({error.strerror}): give a folder that can be made and read"
+        ) from error

@@ -437,6 +437,7 @@ def test_files_that_a_command_opens(place: Path, capsys: pytest.CaptureFixture[s
         ("gone.txt: No such file or directory: check the path", "ask", "model", "--doc", "gone.txt", "why?"),
         ("model: Is a directory: name a file in it", "ask", "model", "--doc", "model", "why?"),
         ("latin.txt is not UTF-8 text", "ask", "model", "--doc", "latin.txt", "why?"),
+        ("kept in file (File exists): give a folder", "ask", "model", "--cache", "file", "--doc", "d.txt", "why?"),
         ("d.txt is a file, and no GGUF file: name the model's folder", "ask", "d.txt", "why?"),
         ("no model 'modl': there is no such folder", "ask", "modl", "why?"),
         ("no model './modl': there is no such folder", "info", "./modl"),
@@ -488,7 +489,7 @@ def test_a_process_of_its_own(place: Path) -> None:
     """As a shell sees it."""
     (place / "model" / "model.safetensors").write_text(LFS)
     run = subprocess.run(
-        [sys.executable, "-c", "from comb.cli.main import main; main()", "ask", "model", "--doc", "d.txt", "why?"],
+        [sys.executable, "-m", "comb.cli.main", "ask", "model", "--doc", "d.txt", "why?"],
         capture_output=True, text=True, check=False,
     )  # fmt: skip
     assert (run.returncode, run.stdout) == (1, "")

@@ -401,3 +401,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
             raise
         errors.print(f"[bold red]error:[/] {escape(one_line(error))}", soft_wrap=True)
         sys.exit(1)
+
+
+if __name__ == "__main__":
+    main()

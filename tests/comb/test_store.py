@@ -325,7 +325,7 @@ def test_the_folder_is_private(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
         PICacheStore(disk_path=tmp_path / "home")
     assert stat.S_IMODE((tmp_path / "home").stat().st_mode) == 0o755
     (tmp_path / "file").write_text("no folder")
-    with pytest.raises(ValueError, match="disk_path expects a folder that can be made and read"):
+    with pytest.raises(ValueError, match=r"can't be kept in .*: give a folder that can be made and read"):
         PICacheStore(disk_path=tmp_path / "file")
 
 
