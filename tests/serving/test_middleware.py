@@ -366,7 +366,7 @@ async def test_an_aborted_request_keeps_its_blocks_until_the_engine_knows(server
         known.clear()
 
 
-async def test_trouble_is_an_error_object_and_holds_nothing(server: Server) -> None:
+async def test_trouble_is_an_error_object_and_holds_nothing(server: Server, caplog: pytest.LogCaptureFixture) -> None:
     client = server.client()
     server.encoders.at_once = False
     failing = asyncio.create_task(client.post(CHAT, chat(documents=["one"])))
@@ -374,6 +374,8 @@ async def test_trouble_is_an_error_object_and_holds_nothing(server: Server) -> N
     server.encoders.answer(error="out of memory")
     answer = await failing
     assert (answer.status, answer.json["error"]["type"]) == (503, "InternalServerError")
+    said = caplog.records[-1]
+    assert ("could not be encoded: out of memory" in said.message, said.exc_info) == (True, None)  # it was foreseen
     server.encoders.at_once = True
     server.echo.fails = True
     assert (await client.post(CHAT, chat())).status == 500

@@ -10,7 +10,7 @@ import pytest
 from comb_serving.api.fields import document_part
 from comb_serving.api.http import RequestError
 from comb_serving.api.response import ResponseWriter
-from comb_serving.api.routes import CHAT, MESSAGES
+from comb_serving.api.routes import CHAT, COUNT, MESSAGES
 from comb_serving.pool.capability import KEY, Capability, unpack
 from tests.helpers.middleware_server import BUILDER, SECRET, SEGMENTS, Server
 
@@ -45,6 +45,21 @@ async def test_they_are_documents_at_their_place(method: str | None) -> None:
     again = await server.post(CHAT, {"messages": [{"role": "user", "content": "?"}], "documents": [OTHER]})
     assert again.states == ["hit"]
     server.check_idle()
+
+
+@pytest.mark.parametrize("method", [None, "naive", "full"])
+async def test_they_are_counted_as_the_answers_usage_has_them(method: str | None) -> None:
+    server = Server(method=method)
+    asked = body(WRITTEN, document(title=None))
+    usage = (await server.post(MESSAGES, asked)).json["usage"]
+    del asked["max_tokens"]
+    assert (await server.post(COUNT, asked)).json == {"input_tokens": usage["prompt_tokens"]}
+    assert len(server.echo.bodies) == 1
+    refused = await server.post(COUNT, body(document(colour="red")))
+    assert (refused.status, "no field 'colour'" in refused.json["error"]["message"]) == (400, True)
+    plain = await server.post(COUNT, body())  # vLLM's own to count
+    assert plain.json["got"]["messages"] == body()["messages"]
+    server.encoders.open.clear()
 
 
 async def test_cache_control_keeps_them_for_their_time(monkeypatch: pytest.MonkeyPatch, server: Server) -> None:

@@ -186,8 +186,10 @@ class CombMiddleware:
                 raise  # not by `_drain`
             found = _as_request_error(error)
             entry.error = type(error).__name__
-            if found.status >= 500 and not cut_off and self._shutdown is None:
+            if found.status == 500 and self._shutdown is None:
                 logger.exception("request %s failed", entry.id)
+            elif found.status > 500 and not cut_off and self._shutdown is None:  # foreseen
+                logger.warning("request %s failed: %s", entry.id, found.message)
             if entry.status is None:
                 entry.status = found.status
                 await send_json(send, found.status, found.body, found.headers)
@@ -237,6 +239,11 @@ class CombMiddleware:
                     if body.get(name) is not None:
                         there = f"there are {', '.join(routes.GENERATION)}, and encoding at {routes.DOCUMENTS}"
                         raise RequestError(400, f"{path} takes no {name}: {there}", param=name)
+                if path == routes.COUNT:
+                    tokens = await connection.unless_left(preprocessor.count(body, tenant))
+                    if tokens is not None:
+                        await send_json(send, 200, json.dumps({"input_tokens": tokens}).encode())
+                        return
                 connection.body = json.dumps(salted(body, tenant)).encode() if raw else b""
                 await self.app(with_body(scope, connection.body), connection, send)
             if connection.left:

@@ -29,7 +29,7 @@ from comb_serving.api import conversation, fields
 from comb_serving.api.choice import INLINED, MethodChoice
 from comb_serving.api.http import MAX_VALUES, RequestError
 from comb_serving.api.registered import RegisteredDocuments
-from comb_serving.api.routes import COMPLETIONS, RESPONSES
+from comb_serving.api.routes import COMPLETIONS, MESSAGES, RESPONSES
 from comb_serving.config.serve_options import ServeOptions
 from comb_serving.encoding.compiler import Loras, key_computed
 from comb_serving.linking.methods import LinkMethod, Range
@@ -203,6 +203,15 @@ class Preprocessor:
             return request
         return replace(request, head=WantedDocument(key_computed(key, "exact"), ids, tenant, exact=True))
 
+    async def count(self, body: dict[str, Any], tenant: str) -> int | None:
+        """Tokens of a message's prompt, and of the documents in it; None where there are none, and vLLM counts."""
+        asked = {"max_tokens": 1, **body, "comb": {"segments": "off"}}  # as of one that is answered
+        one = await self.preprocess(MESSAGES, asked, tenant)
+        if not one.segments:
+            return None
+        beside = () if self.choice.plain or one.method.full else one.segments
+        return len(one.prompts[0]) + sum(len(segment.token_ids) for segment in beside)
+
     async def _with_found(self, path: str, plain: PreprocessedRequest, tenant: str) -> PreprocessedRequest:
         """A request without documents, with the segments of its prompt; as it came where it has none.
 
@@ -213,11 +222,10 @@ class Preprocessor:
         assert finder is not None
 
         def cut(builder: PromptBuilder, gone: Gone) -> tuple[PreprocessedRequest, list[Range]]:
-            built = self._built(path, plain, [], References(), {}, builder, gone)
+            built = self.rendered(path, plain, builder, gone)
             return built, finder.find(built.prompts[0], tenant) if len(built.prompts) == 1 else []
 
         try:
-            fields.check_combinations(plain.body)
             built, spans = await self._aside(list(fields.texts_of(plain.body)), room, cut)
             segments = [tuple(built.prompts[0][start : start + tokens]) for start, tokens in spans]
             keys = await self.keys(segments, tenant)
@@ -228,6 +236,13 @@ class Preprocessor:
         if not spans or (room is not None and len(built.prompts[0]) > room):
             return plain
         return replace(built, segments=keyed, spans=(tuple(spans),), unlinked=plain.body)
+
+    def rendered(
+        self, path: str, plain: PreprocessedRequest, builder: PromptBuilder | None = None, gone: Gone = lambda: False
+    ) -> PreprocessedRequest:
+        """A request without documents, with its prompts as vLLM would make them. Raises RequestError, ValueError."""
+        fields.check_combinations(plain.body)
+        return self._built(path, plain, [], References(), {}, builder or self.builder, gone)
 
     def hold(self, request: PreprocessedRequest, tenant: str) -> tuple[PreprocessedRequest, Lease | None]:
         """What of a request's found segments is in the pool, leased; the others are noted. Nobody waits here."""

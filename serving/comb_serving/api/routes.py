@@ -16,10 +16,11 @@ from comb_serving.config.serve_options import ServeOptions, key_hash
 CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
 RESPONSES, MESSAGES = "/v1/responses", "/v1/messages"
 COHERE = "/cohere/v2/chat"  # goes on as a chat
+COUNT = "/v1/messages/count_tokens"
 DOCUMENTS, SWITCH = "/v1/documents", "/v1/comb"
 GENERATION = (CHAT, COMPLETIONS, RESPONSES, MESSAGES)
 PASSED = {
-    "/v1/chat/completions/batch", "/v1/messages/count_tokens", "/invocations", "/generative_scoring", "/tokenize",
+    "/v1/chat/completions/batch", COUNT, "/invocations", "/generative_scoring", "/tokenize",
     "/detokenize", "/start_profile", "/stop_profile",
 }  # fmt: skip
 OPEN = ("/ping",)  # without a key, a body or a tenant
