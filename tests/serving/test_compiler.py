@@ -53,7 +53,7 @@ class Client:
 
     async def collective_rpc(self, name: str, args: Any = ()) -> list[Any]:
         if name == "comb_kept":
-            return [{"host": 3, "disk": 4}, {"host": 5}]
+            return [{"host": 3, "disk": 4, "host_size": 6}, {"host": 5, "host_size": 6}]
         assert name == "comb_fetch"
         self.asked.append(args)
         return self.tiers
@@ -141,7 +141,7 @@ async def test_what_every_worker_has_kept_comes_back(tiers: list[str | None], fo
     assert (await made.submit("key", [7, 8, 9], HANDLE)).tier == found
     assert client.asked[0] == ("key", 3, [5])
     assert len(client.asked) == (2 if found == "compiled" else 1)
-    assert made.kept_bytes == {"host": 8, "disk": 4}
+    assert made.kept_bytes == {"host": 8, "disk": 4, "host_size": 12}
 
 
 @pytest.mark.parametrize("error", [None, RuntimeError("dead"), KeyboardInterrupt()])

@@ -242,7 +242,7 @@ def test_a_write_that_fails_is_waited_for_before_anybody_hears_of_it(
 def test_answers_say_what_is_kept_outside_the_pool(adapter: CombForCausalLM, folder: Path, tmp_path: Path) -> None:
     store = PICacheStore(device="cpu", device_bytes=2**20, disk_path=tmp_path / "kept")
     worker = EncoderWorker(adapter, make_pools(adapter, folder), store)
-    assert worker.hello()["kept"] == {"host": 0, "disk": 0}
+    assert worker.hello()["kept"] == {"host": 0, "disk": 0, "host_size": 2**20}
     (answer,) = worker.run([job(0, document(1), 0, 1, 2)])
     assert answer["kept"]["host"] == adapter.encode([document(1)])[0].nbytes
     (again,) = worker.run([job(0, document(1), 3, 4, 5)])

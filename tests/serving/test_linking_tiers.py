@@ -34,7 +34,7 @@ def test_what_is_kept_in_memory_is_found_and_the_oldest_goes_first() -> None:
         found = kept.fetch(f"key-{number}")
         assert torch.equal(found[0], ROWS + number)
         assert found[1] == "host"
-    assert kept.nbytes() == {"host": 2 * ROWS.nbytes}
+    assert kept.nbytes() == {"host": 2 * ROWS.nbytes, "host_size": 2 * ROWS.nbytes}
 
 
 def test_files_outlive_the_server_and_damaged_ones_are_no_document(tmp_path: Path) -> None:
@@ -42,6 +42,7 @@ def test_files_outlive_the_server_and_damaged_ones_are_no_document(tmp_path: Pat
     first.keep("one", ROWS)
     first.keep("other", ROWS)
     first.close()
+    assert (first.nbytes()["host"], first.nbytes()["host_size"]) == (ROWS.nbytes, ROWS.nbytes)  # on its way there
     again = documents(disk_path=tmp_path)
     assert again.fetch("unknown") is None
     for name in ("one", "other"):

@@ -46,10 +46,11 @@ async def test_blocks_and_bytes_add_up(tmp_path: Path) -> None:
     blocks = {"free": 5, "used": 1, "pinned": 2}
     assert {state: server.sample("pool_blocks", state=state) for state in blocks} == blocks
 
-    encoders = SimpleNamespace(kept_bytes={"host": 7, "disk": 9}, waiting=3, restarts=4)
-    used = {"device": 2 * 3 * 16 * server.manager.layout.bytes_per_token, "host": 7, "disk": 9}
+    encoders = SimpleNamespace(kept_bytes={"host": 1007, "host_size": 2000, "disk": 9}, waiting=3, restarts=4)
+    used = {"device": 2 * 3 * 16 * server.manager.layout.bytes_per_token, "host": 1007, "disk": 9}
     assert {tier: server.sample("pool_used_bytes", encoders, tier=tier) for tier in used} == used
     assert server.sample("pool_bytes", encoders, tier="device") == 2 * server.manager.layout.nbytes
+    assert server.sample("pool_bytes", encoders, tier="host") == 2000  # with a longest document's on its way to disk
     assert server.sample("pool_bytes", encoders, tier="disk") is None  # unbounded
     assert server.sample("encoder_queue_documents", encoders) == 3
     assert server.sample("encoder_restarts_total", encoders) == 4

@@ -74,8 +74,8 @@ class CombCollector:
         used = {("device",): manager.used_bytes * options.ranks}
         sizes = {("device",): manager.layout.nbytes * options.ranks}
         kept = {} if self.encoders is None else self.encoders.kept_bytes
-        if options.host_bytes:
-            used["host",], sizes["host",] = kept.get("host", 0), options.host_bytes * options.encoders
+        if options.has_tiers:  # beside a disk there is memory for a longest document, whatever the option says
+            used["host",], sizes["host",] = kept.get("host", 0), kept.get("host_size", 0)
         if options.disk_path is not None:
             used["disk",] = kept.get("disk", 0)
             if options.disk_bytes is not None:

@@ -153,7 +153,7 @@ class EngineCompiler(DocumentCompiler):
 
     Attributes:
         client: vLLM's of its engine; None until the server has it.
-        kept_bytes: that the workers keep beyond the pool, by tier, as they last said.
+        kept_bytes: that the workers keep beyond the pool, by tier, as they last said (`kept.kept_bytes`).
     """
 
     def __init__(self, layout: LinkingLayout, method: LinkMethod, secret: bytes, *, keeps: bool = False) -> None:
@@ -201,7 +201,8 @@ class EngineCompiler(DocumentCompiler):
             if self._keeps:
                 tier = tier_of(await self.client.collective_rpc("comb_fetch", args=request.where))
                 ranks = await self.client.collective_rpc("comb_kept")
-                self.kept_bytes = {tier: sum(rank.get(tier, 0) for rank in ranks) for tier in ("host", "disk")}
+                names = ("host", "host_size", "disk")
+                self.kept_bytes = {name: sum(rank.get(name, 0) for rank in ranks) for name in names}
             if tier is None:
                 asked = greedy(self.client, request.prompt, request.salt, name, request.lora, **request.parameters)
                 wrong = not_compiled(await asked)

@@ -59,9 +59,10 @@ def kept_store(
 
 
 def kept_bytes(store: PICacheStore) -> dict[str, int]:
-    """What is kept, by tier; the store's uppermost one is host memory."""
+    """What is kept, by tier, and the size of host memory, which is the store's uppermost one."""
     tiers = store.stats().tiers
-    return {name: tiers[tier].bytes for name, tier in (("host", "device"), ("disk", "disk")) if tier in tiers}
+    found = {name: tiers[tier].bytes for name, tier in (("host", "device"), ("disk", "disk")) if tier in tiers}
+    return {**found, "host_size": tiers["device"].budget_bytes or 0}
 
 
 @register_kind

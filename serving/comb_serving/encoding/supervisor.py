@@ -144,8 +144,9 @@ class EncoderProcesses:
 
     @property
     def kept_bytes(self) -> dict[str, int]:
-        """Bytes in the encoders' own tiers, as they last said."""
-        return {tier: sum(encoder.kept.get(tier, 0) for encoder in self.watched) for tier in ("host", "disk")}
+        """Bytes in the encoders' own tiers, as they last said (`kept.kept_bytes`)."""
+        names = ("host", "host_size", "disk")
+        return {name: sum(encoder.kept.get(name, 0) for encoder in self.watched) for name in names}
 
     # ---- one of them ----
 
