@@ -99,7 +99,7 @@ def private_folder(folder: Path, suffix: str) -> None:
                 # others can't enter such a folder anyway: those of `comb serve`
                 if not path.is_dir() or path.is_symlink() or path.stat().st_mode & 0o077:
                     raise ValueError(
-                        f"documents are kept in a folder of their own that only its owner may enter (mode 0700), "
+                        "documents are kept in a folder of their own that only its owner may enter (mode 0700), "
                         f"{folder} has mode {mode & 0o777:04o} and holds {path.name!r}; give an empty or new folder"
                     )
             folder.chmod(0o700)
