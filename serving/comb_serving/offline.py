@@ -19,7 +19,7 @@ from vllm import SamplingParams
 from comb.backbones.loading import resolve_name
 from comb.documents.document import Document, PromptBuilder
 from comb_serving.api.choice import MethodChoice
-from comb_serving.api.conversation import as_rendered, renders_alike
+from comb_serving.api.conversation import renders_alike
 from comb_serving.api.http import RequestError
 from comb_serving.api.preprocessor import PreprocessedRequest, Preprocessor, tokenizer_of
 from comb_serving.api.response import report
@@ -35,6 +35,8 @@ from comb_serving.manager.manager import NO_PLACE, PICManager
 from comb_serving.pool.capability import KEY, ReportReceiver, name_of
 from comb_serving.vllm.linking.setup import linking_options
 
+# of vLLM's `chat`, what a request's body may hold too; refused there is what can't be beside documents
+RENDERING = ("tools", "chat_template_kwargs", "chat_template", "add_generation_prompt", "continue_final_message")
 OURS = ("backbone", "pool_bytes", "pool_block", "host_bytes", "disk_path", "disk_bytes", "lora_documents")
 
 
@@ -132,7 +134,7 @@ class LLM(vllm.LLM):
             if documents is None:
                 return super().chat(messages, sampling_params, **more)
             single = isinstance(next(iter(messages), None), Mapping)
-            template = {name: more.pop(name) for name in ("chat_template_kwargs",) if name in more}
+            template = {name: value for name in RENDERING if (value := more.pop(name, None)) is not None}
             rows = [{"messages": list(each), **template} for each in ([messages] if single else messages)]
             return self._answer(CHAT, rows, [documents] if single else documents, method, sampling_params, more)
 
@@ -166,13 +168,8 @@ class LLM(vllm.LLM):
                 work = asyncio.run_coroutine_threadsafe(self._linked(path, body, held), self._loop)
                 found.append(self._compiler.run(work))  # documents are compiled here, between the loop's steps
             for one, lease, parameters in zip(found, held, asked, strict=True):
-                builder, body = self.preprocessor.builder_for(one.body), one.body
-                (ids,) = one.prompts or (None,)
-                if ids is None:
-                    assert not one.segments, "prompts over documents are built by the preprocessor"
-                    chat = path == CHAT and as_rendered(body["messages"], builder)
-                    ids = list((builder.build(chat) if chat else builder.complete(body["prompt"])).query)
-                salt = {"cache_salt": body["cache_salt"]} if "cache_salt" in body else {}
+                (ids,) = one.prompts or self.preprocessor.rendered(path, one).prompts
+                salt = {"cache_salt": one.salt} if one.salt else {}
                 prompts.append({"prompt_token_ids": ids, **salt})
                 tokens.append(one.signed(lease, "", self._secret) if one.needs_capability else None)
                 if tokens[-1] is not None:

@@ -98,6 +98,18 @@ def test_calls_of_tools_stand_in_messages(llm: LLM, library: PlainLibrary) -> No
     assert logs(answer) == pytest.approx(library.logs(library.chat(messages, TEXTS), METHOD, 8), abs=1e-4)
 
 
+def test_what_shapes_a_chat_is_in_its_prompt_or_refused(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    tokenizer = llm.preprocessor.builder.tokenizer
+    monkeypatch.setattr(tokenizer, "chat_template", "{{ tools | tojson }}{{ messages[0].content }}")
+    tools = [{"type": "function", "function": {"name": "look", "parameters": {}}}]
+    for answer in ask(llm, [TEXTS[:1], []], tools=tools):
+        assert '"name": "look"' in tokenizer.decode(answer.prompt_token_ids)
+    for documents in (TEXTS, []):
+        for name, value in (("chat_template", "x"), ("add_generation_prompt", False), ("continue_final_message", True)):
+            with pytest.raises(ValueError, match=f"{name} can't be"):
+                llm.chat(QUESTION, documents=documents, use_tqdm=False, **{name: value})
+
+
 @pytest.mark.parametrize("step", [1, 4], ids=["compiling", "answering"])
 def test_who_is_interrupted_leaves_nothing_behind(
     llm: LLM, library: PlainLibrary, monkeypatch: pytest.MonkeyPatch, step: int
