@@ -65,15 +65,15 @@ class CheckedScheduler(SchedulerClass):
             self._refused = {request.request_id, *(self._refused & self.requests.keys())}
         super().add_request(request)
 
-    def admit(self, request: Any) -> None:
-        """Has the prefix of a request with documents, which reads none, found whatever they are.
+    def admit(self, request: Any) -> Capability | None:
+        """What a request brings; the prefix of its prompt, which reads no documents, is found whatever they are.
 
         Raises ValueError for a request that is to be refused.
         """
         capability = check_request(request)
         prefix = 0 if capability is None else capability.prefix_of(request.prompt_token_ids)
         if capability is None or prefix < self.hash_block_size:
-            return
+            return capability
         salt, of_prefix = ("cache_salt", request.cache_salt), ("cache_salt", capability.prefix_salt)
 
         def extra(plain: tuple[Any, ...], start: int, end: int) -> tuple[Any, ...]:
@@ -84,6 +84,7 @@ class CheckedScheduler(SchedulerClass):
             return (*keys, salt) if start <= prefix < end else keys
 
         self.rehash(request, extra)
+        return capability
 
     def rehash(self, request: Any, extra: Callable[[tuple[Any, ...], int, int], tuple[Any, ...]]) -> None:
         """Has a request's blocks known by other hashes.

@@ -17,8 +17,8 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorMetadat
 
 from comb_serving.linking.layout import LinkingLayout, LinkPlan, LoadedRange, interior
 from comb_serving.linking.methods import LinkMethod, Range
-from comb_serving.pool.capability import COMPILE, PoolHandle, name_of, unpack
-from comb_serving.vllm.decoder_pool import capability_of, token_of
+from comb_serving.pool.capability import COMPILE, Capability, PoolHandle, name_of, unpack
+from comb_serving.vllm.decoder_pool import token_of
 
 Blocks = tuple[list[int], ...]
 
@@ -93,17 +93,12 @@ class RequestLink:
         return ("comb", self.method.compiled, *touched) if touched else ()
 
 
-def link_of(request: Any, layout: LinkingLayout, started: LinkMethod) -> RequestLink | None:
-    """Of a request that `check_request` has let pass, in an engine `started` with a method; None without documents.
+def link_of(request: Any, capability: Capability, layout: LinkingLayout, started: LinkMethod) -> RequestLink:
+    """Of a request with this capability, which `check_request` has let pass, in an engine `started` with a method.
 
     Raises ValueError if its documents don't fit its prompt, its method or the pool.
     """
-    token = token_of(request)
-    if token is None:
-        return None
-    capability, prompt = capability_of(token), request.prompt_token_ids
-    if not capability.method:
-        return None
+    prompt = request.prompt_token_ids
     if capability.lora != (lora := "" if request.lora_request is None else request.lora_request.lora_name):
         raise ValueError(f"its documents are for LoRA {capability.lora!r}, and it is computed with {lora!r}")
     if request.skip_reading_prefix_cache:  # for log-probabilities of the prompt: vLLM would compute what is linked
@@ -123,7 +118,7 @@ def link_of(request: Any, layout: LinkingLayout, started: LinkMethod) -> Request
     if method is not None and method.compiled != started.compiled:
         raise ValueError(f"documents here are compiled for {started.name}, and not for {method.name}")
     link = RequestLink(
-        request.request_id, name_of(token), method, spans, handles, len(prompt), layout, capability.salt,
+        request.request_id, name_of(token_of(request)), method, spans, handles, len(prompt), layout, capability.salt,
         capability.found, head=capability.head,
     )  # fmt: skip
     if method is None:

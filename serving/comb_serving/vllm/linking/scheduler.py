@@ -18,6 +18,7 @@ from vllm.v1.core.sched.output import NewRequestData, SchedulerOutput
 from vllm.v1.core.sched.scheduler import Scheduler
 
 from comb_serving.linking.layout import LinkPlan
+from comb_serving.pool.capability import Capability
 from comb_serving.vllm.linking.connector import LinkingConnector, SeamJob, SeamRoom
 from comb_serving.vllm.linking.links import LookCommand, link_of
 from comb_serving.vllm.scheduler import CheckedScheduler, mixed_into_vllms
@@ -42,12 +43,12 @@ class LinkingScheduler(CheckedScheduler):
         self.connector.requests = self.requests
         self._numbers = itertools.count()
 
-    def admit(self, request: Any) -> None:
+    def admit(self, request: Any) -> Capability | None:
         """Beside the check of all requests: what it links, and under which hashes its blocks are kept."""
-        super().admit(request)
-        link = link_of(request, self.connector.layout, self.connector.started)
-        if link is None:
-            return
+        capability = super().admit(request)
+        if capability is None or not capability.method:
+            return capability
+        link = link_of(request, capability, self.connector.layout, self.connector.started)
         self.connector.links[request.request_id] = link
         if link.found:
             # by the hashes of plain prompts, which it still has
@@ -58,6 +59,7 @@ class LinkingScheduler(CheckedScheduler):
             # approximate keys and values never has an exact prompt's hash
             self.rehash(request, lambda plain, start, end: (*plain, *link.hash_extra(start, end)))
             _, link.exact, _ = self.kv_cache_manager.get_computed_blocks(request)
+        return capability
 
     def schedule(self, throttle_prefills: bool = False) -> SchedulerOutput:
         """A step of vLLM's, and the seams that it has room for."""
