@@ -51,7 +51,7 @@ class ResponseWriter(AnswerRewriter):
         comb: the report, when vLLM answers.
         tokens: of documents, which count as prompt tokens; cached: those of them that were hits.
         counted: whether vLLM counts them already, as they stand in the prompt: there it takes all in front of the query
-            for cached, and the report knows better.
+            for cached, or doesn't say, and the report knows better.
     """
 
     def __init__(
@@ -100,27 +100,26 @@ class ResponseWriter(AnswerRewriter):
         name = "prompt" if "prompt_tokens" in usage else "input"
         if not isinstance(usage.get(f"{name}_tokens"), int):
             return
-        report = self.comb() if self.counted else {}
-        known = report["head_tokens"] + report["linked_tokens"] if "linked_tokens" in report else None
-        if "total_tokens" not in usage:  # the Messages API counts apart what was cached, and what is from now on
-            read, new = usage.get("cache_read_input_tokens") or 0, self.tokens - self.cached
-            if known is not None and read > known:
-                usage["input_tokens"] += read - known
-                read = known
-            made = min(read, new) if self.counted else new
-            usage["cache_read_input_tokens"] = read - made if self.counted else read + self.cached
-            usage["cache_creation_input_tokens"] = (usage.get("cache_creation_input_tokens") or 0) + made
-            return
         details = usage.get(f"{name}_tokens_details") or {}
-        cached = details.get("cached_tokens") or 0
+        told = details.get("cached_tokens") or usage.get("cache_read_input_tokens") or 0
+        read, made = told + self.cached, self.tokens - self.cached
         if self.counted:
-            if known is not None and cached > known:
-                usage[f"{name}_tokens_details"] = {**details, "cached_tokens": known}
+            if "linked_tokens" not in (report := self.comb()):  # of several prompts
+                return
+            # what was compiled for this request was not cached before
+            made = min(made, report["head_tokens"] + report["linked_tokens"])
+            read = report["head_tokens"] + report["linked_tokens"] - made
+        if "total_tokens" not in usage:  # the Messages API counts apart what was cached, and what is from now on
+            usage["cache_read_input_tokens"] = read
+            usage["cache_creation_input_tokens"] = (usage.get("cache_creation_input_tokens") or 0) + made
+            if self.counted:
+                usage["input_tokens"] += told - read - made
             return
-        usage[f"{name}_tokens"] += self.tokens
-        if isinstance(usage["total_tokens"], int):
-            usage["total_tokens"] += self.tokens
-        usage[f"{name}_tokens_details"] = {**details, "cached_tokens": cached + self.cached}
+        usage[f"{name}_tokens_details"] = {**details, "cached_tokens": read}
+        if not self.counted:
+            usage[f"{name}_tokens"] += self.tokens
+            if isinstance(usage["total_tokens"], int):
+                usage["total_tokens"] += self.tokens
 
 
 @dataclass
