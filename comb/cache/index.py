@@ -212,7 +212,7 @@ class CacheIndex(Generic[V]):
     def pinned_size(self) -> int:
         """What pinned entries take of the uppermost tier."""
         entries = next(iter(self.tiers.values())).entries
-        return sum(entries[key].size for key in list(self.pins) if key in entries)
+        return sum(entry.size for key in list(self.pins) if (entry := entries.get(key)) is not None)
 
     def check_integrity(self) -> None:
         """Raises IntegrityError naming the first broken invariant."""

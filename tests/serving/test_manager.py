@@ -147,6 +147,10 @@ async def test_removed_in_use_and_expired() -> None:
     (await manager.acquire([wanted("c", 32)])).release()  # a pin doesn't outlive its document
     assert manager.index.expired == 1
     assert encoders.forgotten == ["a", "b"]
+    manager.set_expiry("c", 5.0)
+    now = 10.0
+    assert not manager.remove("c")  # as a catalog of documents does, whose clock is the same
+    assert manager.index.expired == 2
     manager.remove("gone before")  # evicted, but perhaps on a lower tier
     assert encoders.forgotten[-1] == "gone before"
     manager.check_integrity()

@@ -294,6 +294,7 @@ async def test_quotas_of_a_tenant(server: Server) -> None:
     assert (await alice.post(CHAT, chat(documents=[{"id": "a"}, {"token_ids": [7] * 16}]))).status == 200
     assert (await bob.post(CHAT, chat(documents=[{"token_ids": [7] * 64}]))).status == 200
     assert (await bob.post(CHAT, chat(documents=[{"token_ids": [7] * 64}, {"token_ids": [8] * 16}]))).status == 429
+    assert server.manager.counters.refused == 3
     found = {key: (await client.send("GET", "/v1/comb")).json["quota"] for key, client in (("a", alice), ("b", bob))}
     block = LAYOUT.block_size * LAYOUT.bytes_per_token
     assert found["a"]["pinned_bytes"] == found["a"]["bytes"] == {"used": 3 * block, "limit": 4 * block}

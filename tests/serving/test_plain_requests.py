@@ -169,6 +169,7 @@ async def test_documents_that_find_no_place_are_computed_with_the_prompt(why: st
     assert answer.states == ["inlined"] * len(documents)
     assert answer.json["comb"]["method"] == "full"
     assert "vllm_xargs" not in server.echo.bodies[-1]
+    assert (server.manager.counters.refused, server.manager.counters.documents["hit"]) == (0, 0)
     if held is not None:
         server.echo.gate.set()
         await held

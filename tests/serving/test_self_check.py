@@ -174,6 +174,11 @@ async def test_words_are_compared_up_to_where_they_part() -> None:
     assert server.manager.counters.audits == {("legolink:4", "same"): 2, ("legolink:4", "parted"): 3}
     assert len(engine.salts) == 2
     assert engine.salts[1] is not None
+    await server.chat()
+    await prepared(server)
+    audit.consider(await prepared(server), "", engine)
+    await ended(audit)
+    assert server.manager.counters.documents["hit"] == 2  # the client's
     server.check_idle()
 
 

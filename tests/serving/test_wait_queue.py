@@ -137,7 +137,6 @@ async def test_waiting_is_bounded_and_a_pin_that_no_release_moves_is_refused_at_
     lease.release()
     with pytest.raises(PoolPinnedError):  # it came into the way while this one waited
         await waiting
-    assert manager.counters.refused == 3
     (await manager.acquire([wanted("a", 20), wanted("c", 12)])).release()
     manager.check_integrity()
 

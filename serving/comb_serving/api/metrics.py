@@ -58,7 +58,7 @@ class CombCollector:
         yield HistogramMetricFamily(f"{PREFIX}{name}_seconds", text, seconds.buckets, seconds.total)
         yield _counter("evictions", "documents that made room in the pool", manager.pool.counts["evictions"])
         yield _counter("expired", "documents dropped after their time to live", manager.index.expired)
-        yield _counter("requests_refused", "requests refused for lack of room in the pool", counters.refused)
+        yield _counter("requests_refused", "requests refused (429) for lack of room, or of a share", counters.refused)
         yield _gauge("pool_documents", "documents in the pool", len(manager.pool.entries))
         yield _gauge("references", "references of requests under way to documents", manager.references)
         waiting = {("encoding",): manager.waiting, ("room",): len(manager.queue)}

@@ -185,6 +185,8 @@ class CombMiddleware:
             if cut_off and (self._answering or task.uncancel()):
                 raise  # not by `_drain`
             found = _as_request_error(error)
+            if found.status == 429:
+                self.front().preprocessor.counters.refused += 1
             entry.error = type(error).__name__
             if found.status == 500 and self._shutdown is None:
                 logger.exception("request %s failed", entry.id)
@@ -295,6 +297,8 @@ class CombMiddleware:
                     prepared = entry.prepared = preprocessor.inlined(prepared)
                 else:
                     preprocessor.leased(prepared, entry.tenant, lease)
+            if lease is not None:
+                preprocessor.counters.count_hits(lease.documents)
             body = prepared.body
             if prepared.needs_capability:
                 token = prepared.signed(lease, entry.id, self.secret)

@@ -89,6 +89,7 @@ async def _add(preprocessor: Preprocessor, body: dict[str, Any], tenant: str) ->
     try:
         await registered.add(tenant, segment, pin=pin, ttl=ttl, check=check)
         made = lease.documents[0].state
+        preprocessor.counters.count_hits(lease.documents)
     finally:
         lease.release()
     return {**_describe(preprocessor, segment), "state": made}

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections import Counter
+from collections.abc import Iterable
 from dataclasses import asdict, dataclass, field
 from itertools import accumulate
 
 from comb_serving.encoding.protocol import MADE
+from comb_serving.manager.leases import LeasedDocument
 from comb_serving.pool.capability import LinkReport
 
 STATES = ("hit", *MADE, "copied", "failed", "inlined")
@@ -36,14 +38,14 @@ class Histogram:
 class Counters:
     """By document and request.
 
-    A document is counted for each request as hit (in the pool, or on its way there) or inlined, and once for each way
-    into the pool as encoded or compiled, copied (from a lower tier) or failed.
+    A document is counted for each client's request as hit (in the pool, or on its way there) or inlined, and once for
+    each way into the pool, whoever wanted it there, as encoded or compiled, copied (from a lower tier) or failed.
     """
 
     documents: Counter[str] = field(default_factory=Counter)  # by state
     tokens: Counter[str] = field(default_factory=Counter)
     encode_seconds: Histogram = field(default_factory=Histogram)
-    refused: int = 0
+    refused: int = 0  # requests
     prompt_tokens: Counter[tuple[str, str]] = field(default_factory=Counter)  # linked ones, by method and origin
     audits: Counter[tuple[str, str]] = field(default_factory=Counter)  # by method: "same" until answers have "parted"
     found: Counter[tuple[str, str]] = field(
@@ -55,6 +57,12 @@ class Counters:
         state = "linked" if linked else "new"
         self.found["segments", state] += 1
         self.found["tokens", state] += tokens
+
+    def count_hits(self, documents: Iterable[LeasedDocument]) -> None:
+        """The documents of one request, each once, that were in the pool or on their way there."""
+        for document in {document.key: document for document in documents}.values():
+            if document.tier == "pool":
+                self.count("hit", document.handle.tokens)
 
     def count(self, state: str, tokens: int) -> None:
         """One document of `tokens` tokens."""

@@ -106,11 +106,7 @@ class PICManager:
                 "--comb-pool-bytes"
             )
         start = time.monotonic()
-        try:
-            entries, found = await self._in_turn(unique)
-        except (PoolFullError, PoolPinnedError, TenantQuotaError):
-            self.counters.refused += 1
-            raise
+        entries, found = await self._in_turn(unique)
         entered = time.monotonic()
         flights = {key: self._encoding[entry] for key, entry in entries.items() if entry in self._encoding}
         try:
@@ -147,7 +143,6 @@ class PICManager:
         except TenantQuotaError:
             unique = {}
         entries = self._refer(unique)
-        self._count_hits(entries)
         held = tuple(LeasedDocument(d.key, entries[d.key].value, "pool") for d in documents if d.key in entries)
         return Lease(held, [partial(self._release, tuple(entries.values()))])
 
@@ -190,7 +185,6 @@ class PICManager:
                 f"no room for {needed} blocks: {len(self.free_blocks)} of {self.layout.num_blocks} are free, and what "
                 "else could go is in use or pinned; try again when requests have ended, or unpin documents"
             )
-        self._count_hits(found)
         entries = dict(found)
         for key, size in sizes.items():
             document = unique[key]
@@ -211,10 +205,6 @@ class PICManager:
             entry.references += 1
             self.pool.touch(entry.key)
         return found
-
-    def _count_hits(self, found: dict[str, PoolEntry]) -> None:
-        for entry in found.values():
-            self.counters.count("hit", entry.value.tokens)
 
     def _blocks(self, documents: Iterable[WantedDocument]) -> int:
         return sum(self.layout.blocks_for(len(document.token_ids)) for document in documents)
@@ -316,6 +306,7 @@ class PICManager:
 
     def remove(self, key: str) -> bool:
         """Forgets a document, pinned or not; who uses it keeps it to the end. False if it isn't in the pool."""
+        self.index.get(key)  # what has expired isn't there
         known = self.index.drop(key)
         self.queue.wake()
         return known
