@@ -107,6 +107,7 @@ def test_only_the_adapters_own_scores_are_its(adapter: Path) -> None:
     measured = {"kl": 0.05, "closed": 0.956, "kl_questions": 64, "intervals": intervals}
     own, plain, none = ({**ROW, **measured, "method": name} for name in ("comb:quantize=int8", "full", "none"))
     write_results(adapter, "squad", plain, own, none)
+    write_results(adapter, "nano", {**plain, "method": "prefix", "kl": -3e-9})
     refresh_card(adapter)
     card = ModelCard.load(adapter / "README.md")
     assert {r.metric_args["method"] for r in card.data.eval_results} == {"comb:quantize=int8"}
@@ -116,6 +117,7 @@ def test_only_the_adapters_own_scores_are_its(adapter: Path) -> None:
     assert found["exact_match"] == (96.0, 400)
     cells = "| 400 | 96.0 | 90.0 to 100.0 | 99.0 | 98.5 | 0.0500 | 95.6 | 94.0 to 97.0 | 12.0 ms |"
     assert all(f"| `{name}` {cells}" in card.text for name in ("comb:quantize=int8", "full", "none"))
+    assert "| 98.5 | 0.0000 |" in card.text  # what is rounded below zero
 
 
 def test_own_rows_are_called_by_their_file_and_plots_are_shown(adapter: Path) -> None:

@@ -124,7 +124,7 @@ def test_a_context_stands_in_front_of_its_text() -> None:
         (False, {"input_tokens": 5, "cache_read_input_tokens": 2}, (5, 9, 3)),
         # in the prompt: vLLM's cached tokens hold those that were compiled for this request
         (True, {"input_tokens": 5, "cache_read_input_tokens": 12}, (5, 9, 3)),
-        # which vLLM doesn't tell unless it is asked to, nor at a stream's start
+        # which vLLM doesn't tell at a stream's start
         (True, {"input_tokens": 17}, (5, 9, 3)),
         # four of them were recomputed at seams, which vLLM takes for cached
         (True, {"input_tokens": 5, "cache_read_input_tokens": 16}, (9, 9, 3)),
