@@ -50,6 +50,8 @@ async def test_blocks_and_bytes_add_up(tmp_path: Path) -> None:
     used = {"device": 2 * 3 * 16 * server.manager.layout.bytes_per_token, "host": 1007, "disk": 9}
     assert {tier: server.sample("pool_used_bytes", encoders, tier=tier) for tier in used} == used
     assert server.sample("pool_bytes", encoders, tier="device") == 2 * server.manager.layout.nbytes
+    # two of its three blocks are pinned
+    assert 3 * (await server.send("GET", "/v1/comb")).json["quota"]["pinned_bytes"]["used"] == 2 * used["device"]
     assert server.sample("pool_bytes", encoders, tier="host") == 2000  # with a longest document's on its way to disk
     assert server.sample("pool_bytes", encoders, tier="disk") is None  # unbounded
     assert server.sample("encoder_queue_documents", encoders) == 3

@@ -217,7 +217,8 @@ class CombMiddleware:
         if path == routes.SWITCH:
             if method == "POST":
                 preprocessor.choice.switch(parse_object(raw))
-            await send_json(send, 200, json.dumps(own_routes.state(preprocessor, tenant)).encode())
+            state = own_routes.state(preprocessor, tenant, self.options.ranks)
+            await send_json(send, 200, json.dumps(state).encode())
             return
         connection, entry.tenant = Connection(receive), tenant
         try:

@@ -17,14 +17,14 @@ from comb_serving.api.routes import DOCUMENTS
 _FIELDS = {*FIELDS, "pin", "ttl_s"}
 
 
-def state(preprocessor: Preprocessor, tenant: str) -> dict[str, Any]:
-    """How documents are linked now, and what of the pool a tenant has and may have."""
+def state(preprocessor: Preprocessor, tenant: str, ranks: int) -> dict[str, Any]:
+    """How documents are linked now, and what of the pool, of all `ranks`, a tenant has and may have."""
     choice, manager = preprocessor.choice, preprocessor.manager
     registered = len(preprocessor.registered.of(tenant).ids())
     quota = {"documents": {"used": registered, "limit": preprocessor.max_documents}}
     if manager is not None:
         layout, used = manager.layout, manager.blocks_of(tenant)
-        block = layout.block_size * layout.bytes_per_token
+        block = ranks * layout.block_size * layout.bytes_per_token
         for name, blocks, share in zip(
             ("bytes", "pinned_bytes"), used, (manager.held_share, manager.pinned_share), strict=True
         ):
