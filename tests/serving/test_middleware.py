@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 
 from comb_serving.api.conversation import messages_of
 from comb_serving.api.http import RequestError
+from comb_serving.api.response import ResponseWriter
 from comb_serving.api.routes import CHAT, COMPLETIONS, GENERATION, MESSAGES, PASSED, RESPONSES
 from comb_serving.config.serve_options import key_hash
 from comb_serving.pool.capability import KEY, Capability, digest
@@ -48,6 +49,15 @@ async def test_documents_become_handles_and_the_prompt_is_the_builders(server: S
     usage = warm.json["usage"]
     assert usage["prompt_tokens"] == documents + len(BUILDER.build(ASKED).query)
     assert usage["prompt_tokens_details"]["cached_tokens"] == documents
+
+
+async def test_usage_beside_a_piece_of_a_stream_is_of_its_prompt() -> None:
+    writer = ResponseWriter(AsyncMock(), dict, 10, 7, prompts=2)
+    usage = {"prompt_tokens": 3, "completion_tokens": 1, "total_tokens": 4}
+    for choices, tokens, cached in (([{"index": 0, "text": "a"}], 13, 7), ([], 23, 14)):
+        event = writer.event(b"data: " + json.dumps({"choices": choices, "usage": usage}).encode())
+        found = json.loads(event.removeprefix(b"data: "))["usage"]
+        assert (found["prompt_tokens"], found["prompt_tokens_details"]["cached_tokens"]) == (tokens, cached)
 
 
 @pytest.mark.parametrize("per_request", [True, False])

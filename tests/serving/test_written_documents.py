@@ -135,6 +135,6 @@ def test_usage_tells_what_was_cached_from_what_is_from_now_on(
 ) -> None:
     writer = ResponseWriter(AsyncMock(), lambda: {"head_tokens": 2, "linked_tokens": 10}, 10, 7, counted=counted)
     usage = {**given, "output_tokens": 1}
-    writer._amend(usage)
+    writer._amend(usage, 1)
     names = ("input_tokens", "cache_read_input_tokens", "cache_creation_input_tokens")
     assert tuple(usage[name] for name in names) == expected

@@ -307,10 +307,10 @@ class CombMiddleware:
             if prepared.segments:
                 # without a lease they are in the prompt, and in vLLM's own usage
                 documents = () if lease is None else lease.documents
-                prompts = max(1, len(prepared.prompts))
-                tokens = prompts * sum(each.handle.tokens for each in documents)
-                cached = prompts * sum(each.handle.tokens for each in documents if each.state == "hit")
-                answer = writer = ResponseWriter(send, comb, tokens, cached, counted=bool(prepared.spans))
+                tokens = sum(each.handle.tokens for each in documents)
+                cached = sum(each.handle.tokens for each in documents if each.state == "hit")
+                prompts, counted = max(1, len(prepared.prompts)), bool(prepared.spans)
+                answer = writer = ResponseWriter(send, comb, tokens, cached, prompts=prompts, counted=counted)
                 connection.answered = lambda: answer.finished
             connection.body = json.dumps(body).encode()
             await self.app(with_body(scope, connection.body, request_id=entry.id), connection, writer or send)

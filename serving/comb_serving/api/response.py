@@ -50,15 +50,17 @@ class ResponseWriter(AnswerRewriter):
     Args:
         comb: the report, when vLLM answers.
         tokens: of documents, which count as prompt tokens; cached: those of them that were hits.
+        prompts: that have them all.
         counted: whether vLLM counts them already, as they stand in the prompt: there it takes all in front of the query
             for cached, or doesn't say, and the report knows better.
     """
 
     def __init__(
-        self, send: Send, comb: Callable[[], dict[str, Any]], tokens: int = 0, cached: int = 0, *, counted: bool = False
-    ) -> None:
+        self, send: Send, comb: Callable[[], dict[str, Any]], tokens: int = 0, cached: int = 0, *, prompts: int = 1,
+        counted: bool = False,
+    ) -> None:  # fmt: skip
         super().__init__(send)
-        self.comb, self.tokens, self.cached, self.counted = comb, tokens, cached, counted
+        self.comb, self.tokens, self.cached, self.prompts, self.counted = comb, tokens, cached, prompts, counted
         self._reported = False
 
     def whole(self, body: bytes) -> bytes:
@@ -73,7 +75,7 @@ class ResponseWriter(AnswerRewriter):
         name, found, data = (b"\n" + event).partition(b"\ndata:")
         if not found or b"\ndata:" in data or (self._reported and b'"usage"' not in data):
             return event + b"\n\n"
-        payload = self._amended(data)
+        payload = self._amended(data, streamed=True)
         if payload is None:  # [DONE]
             return event + b"\n\n"
         if not self._reported and "error" not in payload:
@@ -81,7 +83,7 @@ class ResponseWriter(AnswerRewriter):
         text = json.dumps(payload, ensure_ascii=False, separators=(",", ":"))
         return (name + b"\ndata: ").removeprefix(b"\n") + text.encode("utf-8", "surrogatepass") + b"\n\n"
 
-    def _amended(self, data: bytes) -> dict[str, Any] | None:
+    def _amended(self, data: bytes, *, streamed: bool = False) -> dict[str, Any] | None:
         """A JSON object with documents in its usage; None for anything else."""
         try:
             payload = json.loads(data)
@@ -89,20 +91,22 @@ class ResponseWriter(AnswerRewriter):
             return None
         if not isinstance(payload, dict):
             return None
+        # beside a piece of an answer it is of that answer's prompt alone
+        prompts = 1 if streamed and payload.get("choices") else self.prompts
         # the Responses and Messages APIs may have it one level deeper
         for holder in (payload, payload.get("response"), payload.get("message")):
             usage = holder.get("usage") if isinstance(holder, dict) else None
             if isinstance(usage, dict) and self.tokens:
-                self._amend(usage)
+                self._amend(usage, prompts)
         return payload
 
-    def _amend(self, usage: dict[str, Any]) -> None:
+    def _amend(self, usage: dict[str, Any], prompts: int) -> None:
         name = "prompt" if "prompt_tokens" in usage else "input"
         if not isinstance(usage.get(f"{name}_tokens"), int):
             return
         details = usage.get(f"{name}_tokens_details") or {}
         told = details.get("cached_tokens") or usage.get("cache_read_input_tokens") or 0
-        read, made = told + self.cached, self.tokens - self.cached
+        read, made = told + prompts * self.cached, prompts * (self.tokens - self.cached)
         if self.counted:
             if "linked_tokens" not in (report := self.comb()):  # of several prompts
                 return
@@ -117,9 +121,9 @@ class ResponseWriter(AnswerRewriter):
             return
         usage[f"{name}_tokens_details"] = {**details, "cached_tokens": read}
         if not self.counted:
-            usage[f"{name}_tokens"] += self.tokens
+            usage[f"{name}_tokens"] += prompts * self.tokens
             if isinstance(usage["total_tokens"], int):
-                usage["total_tokens"] += self.tokens
+                usage["total_tokens"] += prompts * self.tokens
 
 
 @dataclass
