@@ -6,6 +6,7 @@ import itertools
 import math
 import resource
 import time
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -16,8 +17,9 @@ from safetensors.torch import load_file
 
 from comb import CombForCausalLM, Prompt
 from comb.evaluation.metrics import bootstrap
-from comb_training.config import TrainConfig
+from comb_training.config import Config, ModelConfig, TrainConfig
 from comb_training.data.batches import Collator, TrainingExample
+from comb_training.models import training_method
 from comb_training.trainer import checkpoints as saved
 from comb_training.trainer.checkpoints import CheckpointError, TrainingDivergedError, checkpoints
 from comb_training.trainer.losses import target_loss
@@ -362,6 +364,24 @@ def test_a_damaged_checkpoint_names_its_file_and_another_one(tmp_path: Path, nam
     path.write_bytes(damage(path.read_bytes()))
     with pytest.raises(ValueError, match=rf"{path} can't be read \(.*go on .*--resume {tmp_path}/checkpoint-2\)"):
         trainer(comb_model(), tmp_path, steps=6).train(tmp_path / "checkpoint-4")
+
+
+def test_blocks_are_fitted_on_prompts_that_the_backbone_has_positions_for() -> None:
+    """An encoder's documents may be longer."""
+    config = Config(ModelConfig(options={"initialization": "first"}))
+    rows, fitted = examples(), []
+    long = replace(rows[0], prompt=replace(rows[0].prompt, segments=(tuple(range(2, 130)),)))
+    for given in (rows, [*rows, long]):
+        model = CombForCausalLM.from_backbone(
+            backbone(), num_encoder_layers=1, cross_attention_layers=[1], encoder_causal=True, initialization="first",
+            gate=0.5,
+        )  # fmt: skip
+        before = model.cross_blocks[0].cross_attn.o_proj.weight.clone()
+        fitted.append(training_method("comb").fitted(model, config, given, None).cross_blocks[0].cross_attn.o_proj)
+        assert not torch.equal(fitted[-1].weight, before)
+    assert torch.equal(fitted[0].weight, fitted[1].weight)
+    with pytest.raises(ValueError, match="none of 1 fits into the backbone's 128 positions"):
+        training_method("comb").fitted(model, config, [long], None)
 
 
 def test_a_resumed_run_may_be_longer(tmp_path: Path) -> None:

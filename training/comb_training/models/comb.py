@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -11,6 +12,7 @@ import torch
 from torch import nn
 
 from comb.backbones.loading import load_config
+from comb.backbones.rotary import prompt_limit
 from comb.evaluation.placement import fit_blocks, measure_placement, short_prompts
 from comb.model.config import CombConfig
 from comb.model.modeling import CombForCausalLM
@@ -73,9 +75,18 @@ class CombTraining(TrainingMethod):
     ) -> CombForCausalLM:
         """Cross blocks where documents are read (`measured_cross_layers`), and fitted there if they start as the
         backbone's own attention; every rank measures on the same examples."""
-        number = min(512, len(examples))  # evenly spaced
-        some = [examples[index * len(examples) // number] for index in range(number)]
-        prompts = [(example.prompt, example.target) for example in some]
+        fresh = resume is None and config.model.init_from is None
+        fits = fresh and config.model.options.get("initialization") == "first"
+        number, limit = min(512, len(examples)), prompt_limit(model.backbone) or sys.maxsize
+        some = [examples[index * len(examples) // number] for index in range(number)]  # evenly spaced
+        # an encoder's documents may be longer than what the backbone can read itself
+        prompts = [(each.prompt, each.target) for each in some if len(each.prompt.flat) + len(each.target) <= limit]
+        if not prompts and (fits or (fresh and config.model.measured_cross_layers is not None)):
+            raise ValueError(
+                "where documents are read, and what they add there, is measured on prompts with them, and none of "
+                f"{number} fits into the backbone's {limit} positions: lower data.num_documents or "
+                "data.max_document_tokens, or name model.cross_attention_layers and leave initialization: first out"
+            )
         if config.model.measured_cross_layers is not None:
             if resume is not None:
                 layers = load_config(resume, CombConfig).cross_attention_layers
@@ -88,9 +99,8 @@ class CombTraining(TrainingMethod):
             named, revision = model.config.backbone_name_or_path, model.config.backbone_revision
             model = self._fresh(config, model.backbone, layers)
             model.config.backbone_name_or_path, model.config.backbone_revision = named, revision
-        fresh = resume is None and config.model.init_from is None
-        if fresh and config.model.options.get("initialization") == "first":
-            shares = fit_blocks(model, prompts[:: max(1, number // FITTED_ON)])
+        if fits:
+            shares = fit_blocks(model, prompts[:: max(1, len(prompts) // FITTED_ON)])
             found = ", ".join(f"{layer}: {share:.2f}" for layer, share in shares.items())
             logger.info("what cross blocks begin with, of what documents add in the layers behind them (R2): %s", found)
         return model  # type: ignore[no-any-return]  # a `CombForCausalLM`
