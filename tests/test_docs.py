@@ -33,6 +33,7 @@ NAMES = {
 LESS: dict[str, list[str]] = {
     "comb train": TRAIN,
     "comb train configs/nano.yaml": [*TRAIN, "data.limit=24"],
+    "comb train CONFIG": [*TRAIN, "data.limit=24"],
     "comb train configs/linktokens-smollm2-135m.yaml": [*TRAIN, "data.epoch_examples=52"],
     "comb train configs/front.yaml --dry-run": [*TRAIN, "data.epoch_examples=52"],
     "comb answers": ["data.limit=4"],
@@ -44,7 +45,7 @@ LESS: dict[str, list[str]] = {
     "comb bench drift": ["--limit", "1"],
     "comb bench mac": ["--contexts", "64", "--steps", "10", "--limit", "2", "--questions", "1", "--max-new-tokens=8"],
     "comb bench paper": ["--questions", "1", "--only", "Table 2"],
-    "comb bench paper epic": ["--questions", "1", "--only", "Fig. 6"],
+    "comb bench paper epic": ["--questions", "1", "--only", "arXiv Fig. 6"],
 }
 """What commands that begin so are given beside what is printed; the longest beginning counts."""
 MADE = {
