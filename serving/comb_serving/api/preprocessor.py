@@ -321,7 +321,7 @@ class Preprocessor:
         if one is not None:
             fields.check_length("a document", max(sizes, default=0), one, self._longest, "documents")
         if room is not None:
-            fields.check_length("the documents", sum(sizes), room, self._longest, "documents")
+            fields.check_length("the text of all documents", sum(sizes), room, self._longest, "documents")
 
         def segments(builder: PromptBuilder, gone: Gone) -> list[tuple[int, ...]]:
             return [builder.segment(document) for document in fresh if not gone()]
