@@ -155,7 +155,7 @@ def measure_quality(
 ) -> Iterator[Row]:
     """The questions without MAC ("exact"), then with each configuration, one question at a time.
 
-    ``same`` is the share of answers that are exact attention's token for token, ``found`` of those that hold the right
+    ``same`` is the share of answers that are exact attention's token for token, ``found`` of those that hold a right
     one word by word; the others are a `MacReport`'s, over all answers, and in ``layers`` by layer (paper Fig. 5).
     """
     from comb.mac.accounting import MacReport
@@ -178,7 +178,7 @@ def measure_quality(
         whole = MacReport(0, 0, tuple(layer for report in reports for layer in report.layers))
         yield {
             "task": task, "name": name, "n": len(answers), "em": scores.em, "f1": scores.f1,
-            "found": fmean(map(contains, texts, ([example.answer] for example in examples))),
+            "found": fmean(map(contains, texts, (example.references for example in examples))),
             "same": fmean(own == other for own, other in zip(tokens, exact, strict=True)),
             "rouge_l_exact": fmean(agreement(texts, exact_texts)[1]),
             "hit_rate": whole.hit_rate if whole.layers else None, "error_max": whole.error_max,
