@@ -139,6 +139,20 @@ def test_signals_and_crashes(tmp_path: Path, number: signal.Signals) -> None:
     assert list(root.iterdir()) == [bystander]
 
 
+def test_a_server_that_is_ended_at_its_start_leaves_no_shared_memory(tmp_path: Path) -> None:
+    left = Path(f"/dev/shm/psm_comb_start_{os.getpid()}")
+    then = f"import mmap; file = open({str(left)!r}, 'w+b'); file.write(bytes(9)); file.flush()\n"
+    server, seen, root = program(tmp_path, f"{then}held = mmap.mmap(file.fileno(), 9); time.sleep(60)")
+    try:
+        with subprocess.Popen([sys.executable, "-c", LAUNCH, str(root), *server]) as launcher:
+            maps = Path(f"/proc/{told(seen)['pid']}/maps")
+            wait_for(lambda: str(left) in maps.read_text())
+            launcher.terminate()
+        assert not left.exists()
+    finally:
+        left.unlink(missing_ok=True)
+
+
 def test_a_second_signal_ends_a_server_at_once(tmp_path: Path) -> None:
     deaf = "signal.signal(signal.SIGTERM, lambda *_: print(flush=True)); time.sleep(60)"
     server, seen, root = program(tmp_path, deaf)
@@ -155,25 +169,27 @@ def test_a_second_signal_ends_a_server_at_once(tmp_path: Path) -> None:
 
 def test_shared_memory_that_a_killed_engine_left_goes_with_its_instance(tmp_path: Path) -> None:
     mapping = (
-        "import mmap, os, sys; f = open(sys.argv[1], 'r+b'); m = mmap.mmap(f.fileno(), 9); print(flush=True); input()"
+        "import mmap, sys; files = [open(path, 'r+b') for path in sys.argv[1:]];"
+        "held = [mmap.mmap(file.fileno(), 9) for file in files]; print(flush=True); input()"
     )
-    both = shared, others = [Path(f"/dev/shm/psm_comb_{name}_{os.getpid()}") for name in "ab"]
-    for path in both:
+    every = [Path(f"/dev/shm/{name}{os.getpid()}") for name in ("psm_comb_a_", "sem.mp-comb_", "psm_comb_b_")]
+    *shared, others = every
+    for path in every:
         path.write_bytes(bytes(9))
     try:
         with instance_folder(tmp_path) as folder:
-            command = [sys.executable, "-c", mapping, str(shared)]
+            command = [sys.executable, "-c", mapping, *map(str, shared)]
             environment = {**os.environ, "COMB_INSTANCE_DIR": str(folder)}
             with subprocess.Popen(command, env=environment, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as process:
                 assert process.stdout is not None
                 process.stdout.readline()
                 note_segments(folder)
                 process.kill()
-            assert shared.exists()
-        assert not shared.exists()
+            assert all(path.exists() for path in shared)
+        assert not any(path.exists() for path in shared)
         assert others.exists()
     finally:
-        for path in both:
+        for path in every:
             path.unlink(missing_ok=True)
 
 

@@ -23,7 +23,7 @@ from typing import Any
 
 logger = logging.getLogger(__name__)
 
-_SEGMENT = re.compile(r"(/dev/shm/(?:psm_|vllm_)\S+)$", re.MULTILINE)
+_SEGMENT = re.compile(r"(/dev/shm/(?:psm_|sem\.mp-|vllm_)\S+)$", re.MULTILINE)
 
 PREFIX, LOCK, SECRET = "comb-instance-", "owner.lock", "secret"
 READY, SEGMENTS = "ready", "segments"  # made when the server is; what vLLM has in shared memory outside of the folder

@@ -181,7 +181,7 @@ def launch(
             stdout=subprocess.PIPE, stderr=subprocess.PIPE,
         )  # fmt: skip
         try:
-            with _forwarding(process, options.drain_seconds + END_SECONDS) as told:
+            with _forwarding(process, folder, options.drain_seconds + END_SECONDS) as told:
                 log = StartLog(process, (folder / READY).exists)
                 threading.Thread(target=_report_ready, args=(process, flags, folder, on_ready), daemon=True).start()
                 status = process.wait()
@@ -224,7 +224,7 @@ def _environment(options: ServeOptions, folder: Path, arguments: Sequence[str]) 
 
 
 @contextmanager
-def _forwarding(process: subprocess.Popen[bytes], seconds: float) -> Any:
+def _forwarding(process: subprocess.Popen[bytes], folder: Path, seconds: float) -> Any:
     """Tells the server of a signal; if it isn't gone `seconds` later, or at a second signal, it is ended."""
     told = threading.Event()
 
@@ -232,6 +232,7 @@ def _forwarding(process: subprocess.Popen[bytes], seconds: float) -> Any:
         again = told.is_set()
         told.set()
         if not again:
+            note_segments(folder)  # workers leave some even then, and it may be starting
             process.terminate()
         # in a thread: the one that handles signals is in the middle of waiting for the process
         timer = threading.Timer(0 if again else seconds, _end, [process])
