@@ -56,6 +56,12 @@ def test_one_word_takes_the_place_of_a_recipe_s_mixture_and_its_keys(tmp_path: P
     assert load_config(own, ["data.seed=3"]).data.dataset == f"{tmp_path}/mine.jsonl"
 
 
+def test_rows_that_are_all_dropped_say_why(tmp_path: Path) -> None:
+    path = lines(tmp_path / "mine.jsonl", [{**row, "answer": ""} for row in rows(0, 5)])
+    with pytest.raises(ValueError, match="5 dropped: no answer"):
+        read_dataset("jsonl", path, split="train")
+
+
 def test_home_is_meant_by_a_tilde(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     lines(tmp_path / "mine.jsonl", rows(0, 4))
     monkeypatch.setenv("HOME", str(tmp_path))

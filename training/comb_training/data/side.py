@@ -60,7 +60,8 @@ class DatasetSide:
                 self.counted(found, record)
             else:
                 made.append((replace(found, id=found.id or str(number)), record))
-        here = self.groups(str(found.group) for found, _ in made)
+        # where all rows are dropped, the counts say why, and there is nothing to split
+        here = self.groups(str(found.group) for found, _ in made) if made else set()
         return [one for found, record in made if found.group in here for one in self.counted(found, record)]
 
     def counted(self, found: Example | str, record: DatasetRow) -> list[Example]:
