@@ -384,6 +384,14 @@ def test_blocks_are_fitted_on_prompts_that_the_backbone_has_positions_for() -> N
         training_method("comb").fitted(model, config, [long], None)
 
 
+def test_layers_of_an_encoder_that_no_block_reads_are_refused() -> None:
+    """They would train on nothing, and DDP stops over them."""
+    options: dict[str, Any] = {"cross_attention_layers": [1], "encoder_causal": True, "initialization": "first"}
+    model = CombForCausalLM.from_backbone(backbone(), num_encoder_layers=2, **options)
+    with pytest.raises(ValueError, match=r"layers \[1\] read the first 1: give model.num_encoder_layers=1"):
+        training_method("comb").fitted(model, Config(), examples(), None)
+
+
 def test_a_resumed_run_may_be_longer(tmp_path: Path) -> None:
     trainer(comb_model(), tmp_path, steps=6, save_steps=4).train()
     longer = trainer(comb_model(), tmp_path, steps=20)

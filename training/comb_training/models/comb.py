@@ -99,6 +99,12 @@ class CombTraining(TrainingMethod):
             named, revision = model.config.backbone_name_or_path, model.config.backbone_revision
             model = self._fresh(config, model.backbone, layers)
             model.config.backbone_name_or_path, model.config.backbone_revision = named, revision
+        own, depth = model.config, model.config.encoder_config.num_hidden_layers
+        if fresh and (read := max(own.cross_encoder_layers) + 1) < depth:  # the others would have no gradient
+            raise ValueError(
+                f"model.num_encoder_layers={depth}, of which cross blocks before layers {own.cross_attention_layers} "
+                f"read the first {read}: give model.num_encoder_layers={read}"
+            )
         if fits:
             shares = fit_blocks(model, prompts[:: max(1, len(prompts) // FITTED_ON)])
             found = ", ".join(f"{layer}: {share:.2f}" for layer, share in shares.items())
