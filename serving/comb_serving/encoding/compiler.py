@@ -12,6 +12,7 @@ import hashlib
 import logging
 import queue
 import time
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field, replace
@@ -201,8 +202,7 @@ class EngineCompiler(DocumentCompiler):
             if self._keeps:
                 tier = tier_of(await self.client.collective_rpc("comb_fetch", args=request.where))
                 ranks = await self.client.collective_rpc("comb_kept")
-                names = ("host", "host_size", "disk")
-                self.kept_bytes = {name: sum(rank.get(name, 0) for rank in ranks) for name in names}
+                self.kept_bytes = dict(sum(map(Counter, ranks), Counter()))
             if tier is None:
                 asked = greedy(self.client, request.prompt, request.salt, name, request.lora, **request.parameters)
                 wrong = not_compiled(await asked)

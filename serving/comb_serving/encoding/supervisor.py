@@ -9,6 +9,7 @@ import logging
 import socket
 import sys
 import time
+from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
@@ -145,8 +146,7 @@ class EncoderProcesses:
     @property
     def kept_bytes(self) -> dict[str, int]:
         """Bytes in the encoders' own tiers, as they last said (`kept.kept_bytes`)."""
-        names = ("host", "host_size", "disk")
-        return {name: sum(encoder.kept.get(name, 0) for encoder in self.watched) for name in names}
+        return dict(sum((Counter(encoder.kept) for encoder in self.watched), Counter()))
 
     # ---- one of them ----
 
