@@ -48,7 +48,7 @@ def describe(model: CombForCausalLM) -> Table:
         f"scaled by {info.embedding_scale:g}",
         "context": f"{info.max_position_embeddings} tokens; documents up to {model.max_document_tokens}",
         "encoder": f"{encoder.num_hidden_layers} layers, {mask}, {encoder.norm_placement}-norm, "
-        f"q/k norm {encoder.qk_norm}",
+        f"q/k norm {encoder.qk_norm}" + (f", a front of {encoder.front_tokens}" if encoder.front_tokens else ""),
         "cross blocks": f"before layers {model.config.cross_attention_layers}, reading encoder layers "
         f"{model.config.cross_encoder_layers}",
         "parameters": f"{total:,d}, of them {trainable:,d} ({100 * trainable / total:.1f}%) in the adapter",

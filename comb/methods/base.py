@@ -108,6 +108,11 @@ class Method(ABC):
         """Everything that changes what `compile` gives: model and adapter, parameters, dtype."""
 
     @property
+    def sink_tokens(self) -> int:
+        """Tokens that a PICache has beside those of its segment."""
+        return 0
+
+    @property
     def compiled_behind(self) -> Sequence[int]:
         """Tokens in front of a segment while it is compiled."""
         return ()

@@ -50,6 +50,10 @@ class Comb(Method):
         return str(self.model.fingerprint)
 
     @property
+    def sink_tokens(self) -> int:
+        return int(self.model.config.encoder_config.sink_tokens)
+
+    @property
     def max_segment_tokens(self) -> int | None:
         return int(self.model.max_document_tokens)
 

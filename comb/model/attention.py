@@ -65,7 +65,7 @@ def attend(
     causal: bool = False,
     **packing: Any,
 ) -> Tensor:
-    """Softmax attention, without or with a causal mask.
+    """Softmax attention, without or with a causal mask; keys that are more than the queries stand in front of all.
 
     Args:
         module: has `num_key_value_groups`, as transformers' attention functions expect.
@@ -80,13 +80,13 @@ def attend(
     if implementation == "flex_attention":  # takes block masks only; sdpa gives the same result
         implementation = "sdpa"
     mask = None if key_mask is None else key_mask[:, None, None, :]
-    if implementation in (None, "eager"):  # adds its mask to the scores, and knows nothing of `is_causal`
-        if causal:
-            count = query.shape[2]
-            visible = torch.ones(count, count, dtype=torch.bool, device=query.device).tril()[None, None]
-            mask = visible if mask is None else mask & visible
-        if mask is not None:
-            mask = torch.zeros_like(mask, dtype=query.dtype).masked_fill(~mask, torch.finfo(query.dtype).min)
+    in_front = 0 if packing else key.shape[2] - query.shape[2]
+    if causal and not packing and (in_front or implementation in (None, "eager")):
+        # eager knows nothing of `is_causal`, and sdpa takes it as if the first key were the first query's
+        visible = torch.ones(query.shape[2], key.shape[2], dtype=torch.bool, device=query.device).tril(in_front)
+        mask = visible[None, None] if mask is None else mask & visible
+    if mask is not None and implementation in (None, "eager"):  # adds it to the scores
+        mask = torch.zeros_like(mask, dtype=query.dtype).masked_fill(~mask, torch.finfo(query.dtype).min)
     function: Callable[..., Any] = ALL_ATTENTION_FUNCTIONS.get_interface(
         implementation or "eager", eager_attention_forward
     )

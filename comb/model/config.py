@@ -37,6 +37,7 @@ class CombEncoderConfig(PreTrainedConfig):
         kv_input_norm: an RMSNorm in front of each cross layer's K and V projections. The COMB release has none;
             with it the projections can start from a backbone layer's.
         max_position_embeddings: the longest document in tokens.
+        front_tokens: positions of the front, learned keys and values in each layer in front of every document; 0: none.
     """
 
     model_type = "comb_encoder"
@@ -62,6 +63,7 @@ class CombEncoderConfig(PreTrainedConfig):
     causal: bool = False
     kv_input_norm: bool = True
     initializer_range: float | int = 0.02
+    front_tokens: int = 0
 
     def __post_init__(self, **kwargs: Any) -> None:
         if found := sorted(name for name, value in _REMOVED.items() if kwargs.pop(name, value) != value):
@@ -76,12 +78,19 @@ class CombEncoderConfig(PreTrainedConfig):
             raise ValueError(f"cross_qk_norm is head or none, not {self.cross_qk_norm!r}")
         if self.norm_placement not in NORM_PLACEMENTS:
             raise ValueError(f"norm_placement is one of {', '.join(NORM_PLACEMENTS)}, not {self.norm_placement!r}")
+        if self.front_tokens < 0:
+            raise ValueError(f"front_tokens is at least 0, not {self.front_tokens}")
         if self.num_attention_heads % self.num_key_value_heads:
             raise ValueError(
                 f"num_attention_heads ({self.num_attention_heads}) must be a multiple of "
                 f"num_key_value_heads ({self.num_key_value_heads})"
             )
         super().__post_init__(**kwargs)
+
+    @property
+    def sink_tokens(self) -> int:
+        """Keys of a document that are none of its tokens': one where there is a front."""
+        return 1 if self.front_tokens else 0
 
     @property
     def cross_bias(self) -> bool:

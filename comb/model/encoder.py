@@ -73,6 +73,18 @@ def apply_rotary(x: Tensor, cosine: Tensor, sine: Tensor) -> Tensor:
     return torch.cat((turned, x[..., dim:]), dim=-1) if dim < x.shape[-1] else turned
 
 
+def in_front(front: Tensor, x: Tensor, counts: list[int] | None) -> Tensor:
+    """`front` in front of each row, or of each segment of the one packed row, of so many tokens.
+
+    Args:
+        front: [a, n, ...]
+        x: [rows, a, tokens, ...]
+    """
+    if counts is None:
+        return torch.cat((front.expand(len(x), *front.shape), x), dim=2)
+    return torch.cat([part for segment in x[0].split(counts, dim=1) for part in (front, segment)], dim=1)[None]
+
+
 class EncoderAttention(nn.Module):
     """Self-attention over one segment, with the backbone's head geometry."""
 
@@ -92,15 +104,28 @@ class EncoderAttention(nn.Module):
             self.q_norm = LlamaRMSNorm(heads * self.head_dim if flat else self.head_dim, config.rms_norm_eps)
             self.k_norm = LlamaRMSNorm(kv_heads * self.head_dim if flat else self.head_dim, config.rms_norm_eps)
 
-    def forward(self, hidden: Tensor, rotary: tuple[Tensor, Tensor], **mask: Any) -> Tensor:
-        """[rows, tokens, hidden] -> the same shape."""
-        query = self._heads(self.q_proj(hidden), getattr(self, "q_norm", None))
+    def keys_and_values(self, hidden: Tensor, rotary: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
+        """[rows, tokens, hidden] -> 2 x [rows, kv_heads, tokens, head_dim]"""
         key = self._heads(self.k_proj(hidden), getattr(self, "k_norm", None))
-        value = self._heads(self.v_proj(hidden), None)
+        return apply_rotary(key, *rotary), self._heads(self.v_proj(hidden), None)
+
+    def forward(
+        self,
+        hidden: Tensor,
+        rotary: tuple[Tensor, Tensor],
+        front: Tensor | None = None,
+        counts: list[int] | None = None,
+        **mask: Any,
+    ) -> Tensor:
+        """[rows, tokens, hidden] -> the same shape. front [2, kv_heads, tokens, head_dim]; counts: see `in_front`"""
+        query = self._heads(self.q_proj(hidden), getattr(self, "q_norm", None))
+        key, value = self.keys_and_values(hidden, rotary)
+        if front is not None:
+            key, value = in_front(front[0], key, counts), in_front(front[1], value, counts)
         mixed = attend(
             self,
             apply_rotary(query, *rotary),
-            apply_rotary(key, *rotary),
+            key,
             value,
             implementation=self.config._attn_implementation,
             scaling=self.scaling,
@@ -166,10 +191,18 @@ class KeyValueHead(nn.Module):
 class CombEncoder(nn.Module):
     """`num_hidden_layers` transformer layers and one K/V head per cross block.
 
+    With `front_tokens` it has learned a *front*, keys and values in each layer that stand in front of every segment,
+    and a *sink*: one more key and value for each cross block, in front of every segment's own. A language model looks
+    at a text's first token where it wants nothing: a segment encoded alone has its own first token be that, and the
+    others are not what they are in the middle of a prompt (docs/comb.md).
+
     Args:
         config: its shape.
         sources: for each cross block, the encoder layer it reads.
     """
+
+    front: nn.Parameter | None  # [layers, keys and values, kv_heads, front_tokens, head_dim]
+    sink: nn.Parameter | None  # [keys and values, cross_layers, 1, kv_heads, head_dim]
 
     def __init__(self, config: CombEncoderConfig, sources: list[int]) -> None:
         super().__init__()
@@ -178,6 +211,30 @@ class CombEncoder(nn.Module):
         self.rotary = Rotary(config)
         self.layers = nn.ModuleList(EncoderLayer(config) for _ in range(config.num_hidden_layers))
         self.key_value_heads = nn.ModuleList(KeyValueHead(config) for _ in sources)
+        heads, dim = config.num_key_value_heads, config.head_dim
+        shapes = {"front": (config.num_hidden_layers, 2, heads, config.front_tokens, dim),
+                  "sink": (2, len(sources), 1, heads, dim)}  # fmt: skip
+        for name, shape in shapes.items():
+            self.register_parameter(name, nn.Parameter(torch.empty(shape)) if config.front_tokens else None)
+
+    @torch.no_grad()
+    def start_front(self, embeddings: Tensor) -> None:
+        """Has the front be what the encoder makes of a text, and the sink what blocks read of its first token.
+
+        Args:
+            embeddings: of the text's tokens. [front_tokens, hidden]
+        """
+        assert self.front is not None
+        assert self.sink is not None
+        hidden, outputs = embeddings[None].to(self.dtype), []
+        rotary = self.rotary(torch.arange(len(embeddings), device=embeddings.device)[None])
+        for layer, front in zip(self.layers, self.front, strict=True):
+            assert isinstance(layer, EncoderLayer)
+            front.copy_(torch.cat(layer.self_attn.keys_and_values(layer.input_layernorm(hidden), rotary)))
+            hidden = layer(hidden, rotary)
+            outputs.append(hidden[:, :1])
+        for place, (head, source) in enumerate(zip(self.key_value_heads, self.sources, strict=True)):
+            self.sink[:, place] = torch.cat(head(outputs[source]))
 
     def encode(self, embeddings: list[Tensor]) -> list[tuple[Tensor, Tensor]]:
         """Encodes segments, each alone and from position zero, in one batch.
@@ -186,10 +243,11 @@ class CombEncoder(nn.Module):
             embeddings: one [tokens, hidden] per segment.
 
         Returns:
-            per segment, keys and values, each [cross_layers, tokens, kv_heads, head_dim]
+            per segment, keys and values, each [cross_layers, tokens, kv_heads, head_dim]; behind a front, of one
+            more token than the segment has, the sink
         """
         keys, values = self(embeddings)
-        counts = [len(segment) for segment in embeddings]
+        counts = [len(segment) + self.config.sink_tokens for segment in embeddings]
         if uses_packing(self.config._attn_implementation):
             return list(zip(keys[0].split(counts, dim=1), values[0].split(counts, dim=1), strict=True))
         # taken apart at once: an index per segment would have a gradient as large as the batch
@@ -210,26 +268,31 @@ class CombEncoder(nn.Module):
         Returns:
             keys, values: [rows, cross_layers, tokens, kv_heads, head_dim]
         """
-        lengths = Lengths(torch.tensor([len(segment) for segment in embeddings]))
+        first = self.config.front_tokens  # where segments begin
+        counts = [len(segment) for segment in embeddings]
+        lengths, seen = Lengths(torch.tensor(counts)), Lengths(torch.tensor(counts) + first)
         packed = uses_packing(self.config._attn_implementation)
         device = embeddings[0].device
         if packed:
             hidden = torch.cat(embeddings)[None]
-            positions = torch.cat([torch.arange(len(segment), device=device) for segment in embeddings])[None]
-            offsets = lengths.offsets(device)
-            mask: dict[str, Any] = {"cu_seq_lens_q": offsets, "cu_seq_lens_k": offsets,
-                                    "max_length_q": lengths.longest, "max_length_k": lengths.longest}  # fmt: skip
+            positions = torch.cat([torch.arange(first, first + count, device=device) for count in counts])[None]
+            mask: dict[str, Any] = {"cu_seq_lens_q": lengths.offsets(device), "cu_seq_lens_k": seen.offsets(device),
+                                    "max_length_q": lengths.longest, "max_length_k": seen.longest}  # fmt: skip
         else:
             hidden = nn.utils.rnn.pad_sequence(embeddings, batch_first=True)
-            positions = torch.arange(lengths.longest, device=device)[None]
+            positions = torch.arange(first, seen.longest, device=device)[None]
             # behind a causal mask no token sees the padding on its right
-            mask = {"key_mask": None if self.config.causal else lengths.mask(device)}
+            mask = {"key_mask": None if self.config.causal else seen.mask(device)}
         hidden, rotary, outputs = hidden.to(self.dtype), self.rotary(positions), []
-        for layer in self.layers:
-            hidden = layer(hidden, rotary, **mask)
+        segments = counts if packed else None
+        for index, layer in enumerate(self.layers):
+            front = None if self.front is None else self.front[index]
+            hidden = layer(hidden, rotary, front=front, counts=segments, **mask)
             outputs.append(hidden)
         pairs = [head(outputs[source]) for head, source in zip(self.key_value_heads, self.sources, strict=True)]
         keys, values = (torch.stack(tensors, dim=1) for tensors in zip(*pairs, strict=True))
+        if self.sink is not None:
+            keys, values = in_front(self.sink[0], keys, segments), in_front(self.sink[1], values, segments)
         return keys, values
 
 

@@ -174,6 +174,7 @@ def encoder_config_for(
     causal: bool,
     max_document_tokens: int | None,
     initialization: str,
+    front_tokens: int = 0,
 ) -> CombEncoderConfig:
     """The encoder's shape: the backbone's geometry, and room for what its layers hold besides.
 
@@ -190,7 +191,10 @@ def encoder_config_for(
         head_dim=info.head_dim,
         hidden_act=info.hidden_act,
         rms_norm_eps=max(info.rms_norm_eps, 1e-6),
-        max_position_embeddings=info.max_position_embeddings if max_document_tokens is None else max_document_tokens,
+        max_position_embeddings=(
+            info.max_position_embeddings - front_tokens if max_document_tokens is None else max_document_tokens
+        ),
+        front_tokens=front_tokens,
         rope_parameters=info.rope_parameters,
         causal=causal,
     )

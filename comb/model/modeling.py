@@ -25,6 +25,8 @@ from transformers import (
 from comb.backbones.adapter import backbone_fingerprint
 from comb.backbones.discovery import BackboneInfo, inspect_backbone
 from comb.backbones.identity import bit_sums, identity_of, settings_of
+from comb.backbones.rotary import primer_limit
+from comb.backbones.tokenizer import own_tokenizer, primer_ids
 from comb.cache.picache import CrossPICache
 from comb.model.adapter import AdapterModel, device_of, floating, frozen_backbone, of_backbone
 from comb.model.config import CombConfig, CombEncoderConfig, spread_cross_layers
@@ -98,6 +100,7 @@ class CombForCausalLM(AdapterModel, GenerationMixin):
         max_document_tokens: int | None = None,
         initialization: str = "backbone",
         gate: float = 0.0,
+        front: str | Sequence[int] = "none",
         adapter_dtype: torch.dtype | None = None,
         revision: str | None = None,
         **loading: Any,
@@ -120,6 +123,9 @@ class CombForCausalLM(AdapterModel, GenerationMixin):
                 causal encoder then gives the blocks up to its depth what the backbone itself has of a document alone;
                 ``random`` from none.
             gate: how far the gates of cross attention are open at the start, 0 <= gate < 1.
+            front: what the encoder's front starts as, behind which each document is encoded (`CombEncoder`): ``prose``,
+                a passage that comb has, or a text file, for which the backbone has its tokenizer beside it; token ids;
+                ``none``.
             adapter_dtype: dtype of encoder and blocks; the backbone's by default.
             revision, loading: passed to `AutoModelForCausalLM.from_pretrained`.
 
@@ -136,6 +142,11 @@ class CombForCausalLM(AdapterModel, GenerationMixin):
         info = inspect_backbone(backbone)
         if not 0 <= gate < 1:
             raise ValueError(f"gate is a share, 0 <= gate < 1, not {gate}")
+        front_ids: list[int] = []
+        if not isinstance(front, str):
+            front_ids = list(front)
+        elif front != "none":
+            front_ids = primer_ids(front == "prose" or front, own_tokenizer(backbone), primer_limit(backbone.config))
         num_encoder_layers = num_encoder_layers or DEFAULT_LAYERS
         if cross_attention_layers is None:
             cross_attention_layers = spread_cross_layers(info.num_layers, min(num_encoder_layers, info.num_layers))
@@ -149,6 +160,7 @@ class CombForCausalLM(AdapterModel, GenerationMixin):
                 causal=encoder_causal,
                 max_document_tokens=max_document_tokens,
                 initialization=initialization,
+                front_tokens=len(front_ids),
             ),
             cross_attention_layers=layers,
             cross_encoder_layers=(
@@ -166,6 +178,8 @@ class CombForCausalLM(AdapterModel, GenerationMixin):
             initialize_from_backbone(
                 model.encoder, model.cross_blocks, layers, backbone, info, first=initialization == "first"
             )
+        if front_ids and device_of(backbone.get_input_embeddings()).type != "meta":
+            model.encoder.start_front(model._embed([tuple(front_ids)])[0])
         for block in model.cross_blocks:
             nn.init.constant_(block.attention_gate, math.atanh(gate))  # type: ignore[arg-type]  # a parameter
         model._place(adapter_dtype or floating(backbone.dtype)).eval()
@@ -403,9 +417,10 @@ class CombForCausalLM(AdapterModel, GenerationMixin):
 
     def _digest(self) -> str:
         config: Any = self.encoder.config
-        # whether keys are normalised shows in the parameters, and older adapters' names don't have it
+        # both show in the parameters, and older adapters' names don't have them
         shape = {field.name: getattr(config, field.name) for field in fields(CombEncoderConfig)
-                 if field.name in CombEncoderConfig.__annotations__ and field.name != "cross_qk_norm"}  # fmt: skip
+                 if field.name in CombEncoderConfig.__annotations__
+                 and field.name not in ("cross_qk_norm", "front_tokens")}  # fmt: skip
         digest = hashlib.sha256(backbone_fingerprint(self.backbone).encode())
         # the name of the backbone is that of a few of its rows
         digest.update(repr([bit_sums(table) for table in self.get_input_embeddings().parameters()]).encode())

@@ -30,10 +30,16 @@ def segments() -> list[list[int]]:
     return [torch.randint(3, 100, (length,), generator=generator).tolist() for length in LENGTHS]
 
 
+FRONT = [40, 41, 42, 43, 44]
+
+
+@pytest.mark.parametrize("front", ["none", FRONT], ids=["alone", "behind a front"])
 @pytest.mark.parametrize("causal", [False, True])
 @pytest.mark.parametrize("implementation", ["sdpa", "eager"])
-def test_a_batch_equals_each_alone(causal: bool, implementation: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    model = CombForCausalLM.from_backbone(tiny("qwen3"), num_encoder_layers=3, encoder_causal=causal)
+def test_a_batch_equals_each_alone(
+    causal: bool, implementation: str, front: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = CombForCausalLM.from_backbone(tiny("qwen3"), num_encoder_layers=3, encoder_causal=causal, front=front)
     model.config._attn_implementation = implementation
     for picache, segment in zip(model.encode(segments()), segments(), strict=True):
         (alone,) = model.encode([segment])
@@ -43,6 +49,46 @@ def test_a_batch_equals_each_alone(causal: bool, implementation: str, monkeypatc
         (alone,) = model.encode(segments()[:1])
         monkeypatch.setattr(Lengths, "mask", lambda *_: None)
         assert (model.encode(segments())[0].keys - alone.keys).abs().max() > 1e-3
+
+
+@pytest.mark.parametrize("implementation", ["sdpa", "eager"])
+def test_behind_a_front_a_segment_is_what_it_is_behind_its_text_and_has_its_first_token(implementation: str) -> None:
+    def fresh(**options: Any) -> CombForCausalLM:
+        torch.manual_seed(0)
+        model = CombForCausalLM.from_backbone(
+            tiny("qwen3").double(), num_encoder_layers=3, encoder_causal=True, **options
+        )
+        model.config._attn_implementation = implementation
+        return model
+
+    model, without = fresh(front=FRONT), fresh()
+    for picache, segment in zip(model.encode(segments()), segments(), strict=True):
+        (text,) = without.encode([FRONT + segment])
+        expected = [torch.cat((whole[:, :1], whole[:, len(FRONT) :]), dim=1) for whole in (text.keys, text.values)]
+        torch.testing.assert_close([picache.keys, picache.values], expected, rtol=1e-4, atol=1e-5)
+        assert picache.num_tokens == len(segment) + 1
+    assert model.max_document_tokens == without.max_document_tokens - len(FRONT)
+    assert model.fingerprint != without.fingerprint
+    (before,) = model.encode([[5, 6]])  # both are learned
+    for learned in (model.encoder.front, model.encoder.sink):
+        learned.data.add_(0.1)
+        (after,) = model.encode([[5, 6]])
+        assert after.fingerprint != before.fingerprint
+        assert (after.keys - before.keys).abs().max() > 1e-4
+        before = after
+
+
+def test_a_front_is_saved_and_needs_a_tokenizer_for_text(tmp_path: Any) -> None:
+    made = CombForCausalLM.from_backbone("nano", num_encoder_layers=2, front="prose")
+    assert made.config.encoder_config.front_tokens == made.encoder.front.shape[3] > 50
+    made.save_pretrained(tmp_path)
+    loaded = CombForCausalLM.from_pretrained(tmp_path)
+    assert loaded.fingerprint == made.fingerprint
+    assert torch.equal(loaded.encoder.sink, made.encoder.sink)
+    with pytest.raises(ValueError, match="no tokenizer beside its weights"):
+        CombForCausalLM.from_backbone(tiny("llama"), front="prose")
+    with pytest.raises(ValueError, match="no text to compile documents behind"):
+        CombForCausalLM.from_backbone("nano", front=str(tmp_path / "missing.txt"))
 
 
 def test_causal_encoding_of_a_prefix_is_a_prefix_of_the_encoding() -> None:
@@ -125,20 +171,24 @@ def varlen_attention(
         k, v = (t[:, :, cu_seq_lens_k[row] : cu_seq_lens_k[row + 1]] for t in (key, value))
         assert q.shape[2] <= max_length_q
         assert k.shape[2] <= max_length_k
+        # flash-attention's causal mask ends at the last query's last key
+        seen = torch.ones(q.shape[2], k.shape[2], dtype=torch.bool).tril(k.shape[2] - q.shape[2])
         pieces.append(nn.functional.scaled_dot_product_attention(
-            q, k, v, scale=scaling, is_causal=is_causal, enable_gqa=True))  # fmt: skip
+            q, k, v, attn_mask=seen if is_causal else None, scale=scaling, enable_gqa=True))  # fmt: skip
     return torch.cat(pieces, dim=2).transpose(1, 2), None
 
 
+@pytest.mark.parametrize("front", ["none", FRONT], ids=["alone", "behind a front"])
 @pytest.mark.parametrize("causal", [False, True])
 @torch.no_grad()
-def test_packed_rows_give_the_same_as_padded_rows(causal: bool, query: torch.Tensor) -> None:
+def test_packed_rows_give_the_same_as_padded_rows(causal: bool, front: Any, query: torch.Tensor) -> None:
     AttentionInterface.register("flash_plain_test", varlen_attention)
 
     def run(implementation: str) -> tuple[list[Any], torch.Tensor, torch.Tensor]:
         torch.manual_seed(1)
         backbone = tiny("llama")
-        model = open_gates(CombForCausalLM.from_backbone(backbone, num_encoder_layers=2, encoder_causal=causal))
+        shape = {"num_encoder_layers": 2, "encoder_causal": causal, "front": front}
+        model = open_gates(CombForCausalLM.from_backbone(backbone, **shape))
         model.double()  # in float32 flash attention would get 16 bits
         model.config._attn_implementation = implementation
         backbone.config._attn_implementation = "sdpa"

@@ -47,7 +47,7 @@ def nano_adapter(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
     torch.manual_seed(3)
     folder = tmp_path_factory.mktemp("adapter")
-    model = CombForCausalLM.from_backbone(str(CHECKPOINT), num_encoder_layers=2)
+    model = CombForCausalLM.from_backbone(str(CHECKPOINT), num_encoder_layers=2, front="prose")
     with torch.no_grad():
         for block in model.cross_blocks:
             block.attention_gate.fill_(0.7)

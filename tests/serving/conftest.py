@@ -67,7 +67,7 @@ def nano_comb(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Any]:
     from tests.helpers.engines import checkpoint
 
     folder = tmp_path_factory.mktemp("nano-comb")
-    return folder, checkpoint(folder, "nano")
+    return folder, checkpoint(folder, "nano", front="prose")
 
 
 @pytest.fixture(scope="session")

@@ -72,7 +72,8 @@ def adapter(nano_adapter: Path) -> CombForCausalLM:
 def make_pools(adapter: CombForCausalLM, folder: Path, ranks: int = 1) -> list[SharedPool]:
     config = adapter.encoder.config
     heads = max(1, config.num_key_value_heads // ranks)
-    layout = PoolLayout(len(adapter.cross_blocks), heads, config.head_dim, num_blocks=BLOCKS, block_size=8)
+    shape = len(adapter.cross_blocks), heads, config.head_dim
+    layout = PoolLayout(*shape, num_blocks=BLOCKS, block_size=8, sink_tokens=config.sink_tokens)
     return [SharedPool.create(pool_path(folder, rank), layout) for rank in range(ranks)]
 
 
@@ -189,7 +190,7 @@ async def test_the_disk_tier_survives_and_knows_whose_documents_it_holds(
 
 def test_what_does_not_fit_the_store_is_encoded_once_all_the_same(adapter: CombForCausalLM, folder: Path) -> None:
     pools = make_pools(adapter, folder)
-    each = 20 * pools[0].layout.bytes_per_token
+    each = 21 * pools[0].layout.bytes_per_token  # the sink, too
     for budget, kept in ((each * 2, 2), (each - 1, 0)):
         worker = EncoderWorker(adapter, pools, PICacheStore(device="cpu", device_bytes=budget))
         asked: list[int] = []
@@ -229,14 +230,14 @@ def test_a_write_that_fails_is_waited_for_before_anybody_hears_of_it(
     def broken(handle: PoolHandle, *given: Any) -> None:
         told.append(f"write {handle.tokens}")
         write(handle, *given)
-        if handle.tokens == 7:
+        if handle.tokens == 8:
             raise ValueError("NaN")
 
     monkeypatch.setattr(pool, "write", broken)
     monkeypatch.setattr(pool, "finish", lambda: told.append("finish"))
-    jobs = [job(n, document(n)[:size], 2 * n, 2 * n + 1) for n, size in enumerate((9, 7, 16))]
+    jobs = [job(n, document(n)[:size], 2 * n, 2 * n + 1) for n, size in enumerate((9, 8, 15))]
     assert ["error" in answer for answer in EncoderWorker(adapter, [pool]).run(jobs)] == [False, True, False]
-    assert told == ["write 9", "write 7", "finish", "write 9", "finish", "write 7", "finish", "write 16", "finish"]
+    assert told == ["write 9", "write 8", "finish", "write 9", "finish", "write 8", "finish", "write 15", "finish"]
 
 
 def test_answers_say_what_is_kept_outside_the_pool(adapter: CombForCausalLM, folder: Path, tmp_path: Path) -> None:

@@ -28,7 +28,8 @@ pytestmark = [
 
 def configuration(folder: Path, **train: Any) -> Path:
     content = {
-        "model": {"backbone": "nano", "num_encoder_layers": 1, "cross_attention_layers": [2], "cpu_threads": 1},
+        "model": {"backbone": "nano", "num_encoder_layers": 1, "cross_attention_layers": [2], "cpu_threads": 1,
+                  "options": {"front": "prose"}},
         "data": {"dataset": "nano", "limit": 96, "options": {"scenes": 40, "questions": 4}},
         "train": {
             "steps": 20, "batch_size": 8, "logging_steps": 1, "save_steps": 10, "answers": "gold",

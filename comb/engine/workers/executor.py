@@ -151,7 +151,7 @@ class CompileRequest:
 
     def take(self, worker: int, index: int, reply: Reply) -> bool:
         """Keeps what a worker says to a segment; False if it can't be used, and the segment is lost."""
-        start, tokens = time.perf_counter(), len(self.segments[index])
+        start, tokens = time.perf_counter(), self.method.sink_tokens + len(self.segments[index])
         try:
             if reply.error:
                 raise PICacheError(reply.error)

@@ -56,13 +56,19 @@ class EncoderWorker:
             slice(start := rank * config.num_key_value_heads // len(self.pools), start + pool.layout.kv_heads)
             for rank, pool in enumerate(self.pools)
         ]
-        expected = model.num_cross_layers, config.head_dim, config.num_key_value_heads
+        expected = model.num_cross_layers, config.head_dim, config.sink_tokens, config.num_key_value_heads
         for pool, heads in zip(self.pools, self.heads, strict=True):
-            found = pool.layout.cross_layers, pool.layout.head_dim, max(heads.stop, config.num_key_value_heads)
+            layout = pool.layout
+            found = (
+                layout.cross_layers,
+                layout.head_dim,
+                layout.sink_tokens,
+                max(heads.stop, config.num_key_value_heads),
+            )
             if found != expected:
                 raise ValueError(
-                    f"the pool {pool.path.name} has (cross layers, head_dim, heads) {found}, this adapter {expected}: "
-                    "decoder and encoder were started with different checkpoints"
+                    f"the pool {pool.path.name} has (cross layers, head_dim, sink tokens, heads) {found}, this "
+                    f"adapter {expected}: decoder and encoder were started with different checkpoints"
                 )
 
     def run(self, jobs: Sequence[EncodeJob]) -> list[dict[str, Any]]:

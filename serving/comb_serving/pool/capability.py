@@ -119,7 +119,7 @@ def pack(handles: Sequence[PoolHandle]) -> list[int]:
 
 
 def unpack(numbers: Sequence[int], *, num_blocks: int, block_size: int, more: int = 0) -> list[PoolHandle]:
-    """The handles of `pack`; `more`: behind each document's tokens there is as much as so many tokens take.
+    """The handles of `pack`; `more`: beside each document's tokens there is as much as so many tokens take.
 
     Raises ValueError for anything that isn't such a list, or names blocks or lengths that don't fit the pool.
     """

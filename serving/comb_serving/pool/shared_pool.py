@@ -41,6 +41,7 @@ class PoolLayout:
         "auto"  # as `dtype` is; or "fp8": e4m3 with a float32 scale per cross layer, slot, head, key and value
     )
     memory: str = "host"  # "host" or "cuda"
+    sink_tokens: int = 0  # slots of each document in front of its tokens', for the encoder's sink
 
     def __post_init__(self) -> None:
         for name in ("cross_layers", "kv_heads", "head_dim", "num_blocks", "block_size"):
@@ -82,7 +83,7 @@ class PoolLayout:
 
     def blocks_for(self, tokens: int) -> int:
         """Blocks that a document of so many tokens takes."""
-        return -(-tokens // self.block_size)
+        return -(-(tokens + self.sink_tokens) // self.block_size)
 
 
 class SharedPool:
@@ -141,8 +142,8 @@ class SharedPool:
             self.path.unlink(missing_ok=True)
 
     def slots(self, handle: PoolHandle) -> Tensor:
-        """Slots of a document's tokens [tokens] int64, in order."""
-        table = BlockTable([(handle.tokens, handle.blocks)], self.layout.block_size)
+        """Slots of a document's keys [sink_tokens + tokens] int64, in order."""
+        table = BlockTable([(self.layout.sink_tokens + handle.tokens, handle.blocks)], self.layout.block_size)
         return table.slots(self.tensor.device)
 
     def layer(self, index: int) -> PagedLayer:
@@ -152,7 +153,7 @@ class SharedPool:
         return PagedLayer(keys, values, self.layout.block_size, *scales)
 
     def write(self, handle: PoolHandle, keys: Tensor, values: Tensor, heads: slice = slice(None)) -> None:
-        """Stores a document's keys and values, each [C, tokens, all H, D], of which this pool holds `heads`.
+        """Stores a document's keys and values, each [C, sink and tokens, all H, D], of which this pool holds `heads`.
 
         On a GPU it may go on after the return: `finish` waits for it, and until then `keys` and `values` must stay.
 

@@ -40,6 +40,7 @@ def rank_layout(
         block_size=block_size,
         dtype=dtype,
         stored=stored,
+        sink_tokens=config.sink_tokens,
     )
     blocks = total // (one.nbytes * ranks)
     if blocks < 1:

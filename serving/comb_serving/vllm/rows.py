@@ -102,8 +102,9 @@ class RequestDocuments:
         if self.pool is None:
             raise ValueError(f"request {request_id} has documents, but this instance has no pool for them")
         layout = self.pool.layout
-        handles = unpack(capability.documents, num_blocks=layout.num_blocks, block_size=layout.block_size)
-        documents = [(handle.tokens, handle.blocks) for handle in handles]
+        room = {"num_blocks": layout.num_blocks, "block_size": layout.block_size, "more": layout.sink_tokens}
+        handles = unpack(capability.documents, **room)
+        documents = [(layout.sink_tokens + handle.tokens, handle.blocks) for handle in handles]
         self._tables[request_id] = BlockTable(documents, layout.block_size), capability.prefix_of(prompt)
 
     def remove(self, request_id: str) -> None:

@@ -100,22 +100,20 @@ def meta_model(config: Config) -> tuple[Trained, str | None]:
         if settings is not None:
             model = adapter(settings, backbone)
         elif adapter is LinkTokensForCausalLM:
-            count = options.get("num_link_tokens")
-            if count is None:
-                try:
-                    count = len(starting_tokens(config.model.backbone, None))
-                except (OSError, ValueError):  # there is no tokenizer
-                    count = PASSAGE_TOKENS
+            count = options.get("num_link_tokens") or _passage_tokens(config)
             shapes = [[len(keys), keys.shape[-1], values.shape[-1]] for keys, values in key_values(backbone, [0])]
             front = LinkTokensConfig(num_link_tokens=count, layer_shapes=shapes, backbone_config=backbone.config)
             model = LinkTokensForCausalLM(front, backbone)
         else:
+            shaping = shaping_options(CombForCausalLM, options)
+            if isinstance(shaping.get("front"), str) and shaping["front"] != "none":
+                shaping["front"] = [0] * _passage_tokens(config)  # as many; which they are doesn't count
             model = CombForCausalLM.from_backbone(
                 backbone,
                 num_encoder_layers=config.model.num_encoder_layers,
                 cross_attention_layers=config.model.first_cross_layers,
                 encoder_causal=config.model.encoder_causal,
-                **shaping_options(CombForCausalLM, options),
+                **shaping,
             )
         for part in adapter.config_class.parts:
             getattr(model, part).to(adapter_dtype)
@@ -123,6 +121,14 @@ def meta_model(config: Config) -> tuple[Trained, str | None]:
         if isinstance(model, CombForCausalLM) and config.train.lora_rank is not None:
             add_lora(model.encoder.layers, rank=config.train.lora_rank)
     return model, note
+
+
+def _passage_tokens(config: Config) -> int:
+    """Tokens of the passage that fronts start as, in the backbone's tokenizer if that can be had."""
+    try:
+        return len(starting_tokens(config.model.backbone, None))
+    except (OSError, ValueError):
+        return PASSAGE_TOKENS
 
 
 def find_backbone_config(config: Config) -> tuple[Any, str | None]:
