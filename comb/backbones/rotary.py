@@ -91,8 +91,8 @@ def compile_limit(model: Any) -> int | None:
     return min((limit for limit in (prompt_limit(model), length_limit(model)) if limit is not None), default=None)
 
 
-def primer_limit(config: Any) -> int | None:
-    """Tokens of a primer that leave half of `compile_limit` to segments, by a model's configuration: a server and a
+def front_limit(config: Any) -> int | None:
+    """Tokens of a front that leave half of `compile_limit` to segments, by a model's configuration: a server and a
     plan for a training load no weights, and compile behind the same. Of the embeddings that transformers has, dynamic
     NTK and LongRoPE change with the length of a pass."""
     config = config.get_text_config(decoder=True)

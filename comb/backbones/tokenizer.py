@@ -1,4 +1,4 @@
-"""The tokenizer that belongs to a model, what its chat template is told, and primers as token ids."""
+"""The tokenizer that belongs to a model, what its chat template is told, and fronts as token ids."""
 
 from __future__ import annotations
 
@@ -17,6 +17,7 @@ from transformers import AutoTokenizer
 from comb.backbones.damage import TOKENIZER_FILES, check_settings, explained, local_folder
 from comb.backbones.identity import backbone_of
 from comb.backbones.loading import HUB_ARGUMENTS, backbone_beside, resolve_name
+from comb.backbones.rotary import compile_limit
 from comb.documents.rendering import TEMPLATE_RESERVED
 
 logger = logging.getLogger(__name__)
@@ -129,9 +130,8 @@ def check_tokenizer(model: Any, tokenizer: Any) -> None:
         )
 
 
-# --- primers: the passage that documents are compiled behind, as token ids -----------------------------------
+# --- fronts: text that documents are compiled behind, as token ids -------------------------------------------
 
-Primer = bool | str | Sequence[int]
 """True: `PASSAGE`; the path of a text file; token ids; False: nothing."""
 
 PASSAGE = (
@@ -145,32 +145,39 @@ PASSAGE = (
 docs/training-free.md."""
 
 
-def primer_ids(primer: Primer, tokenizer: Any, most: int | None = None) -> list[int]:
-    """Token ids of a primer, behind whatever the tokenizer begins a text with.
+def front_ids(front: str, tokenizer: Any, most: int | None = None) -> list[int]:
+    """Token ids of a front that is text, behind whatever the tokenizer begins a text with.
 
     Args:
-        most: tokens that `PASSAGE` is cut to, so that documents fit behind it; a primer of one's own is never cut.
+        front: ``prose``, which is `PASSAGE`, or a text file.
+        most: tokens that `PASSAGE` is cut to, so that documents fit behind it; a text of one's own is never cut.
 
     Raises:
-        ValueError: for a file that can't be read or is empty, or what is no primer.
+        ValueError: for a file that can't be read or is empty.
     """
-    if not isinstance(primer, bool | Sequence):
-        raise ValueError(f"primer is true, a text file to compile documents behind, or token ids, got {primer!r}")
-    if primer is False:
-        return []
-    if not isinstance(primer, str | bool):
-        return list(primer)
     text = PASSAGE
-    if isinstance(primer, str):
+    if front != "prose":
         try:
-            text = Path(primer).read_text(encoding="utf-8")
+            text = Path(front).read_text(encoding="utf-8")
         except (OSError, UnicodeDecodeError) as error:
             raise ValueError(f"no text to compile documents behind: {error}") from error
         if not text.strip():
-            raise ValueError(f"{primer} is empty: documents are compiled behind its text")
+            raise ValueError(f"{front} is empty: documents are compiled behind its text")
     ids: list[int] = list(tokenizer(text)["input_ids"])
     ids = ids[:-1] if ids[-1] == tokenizer.eos_token_id else ids
-    return ids[:most] if primer is True else ids
+    return ids[:most] if front == "prose" else ids
+
+
+def check_front(ids: Sequence[int], backbone: Any) -> None:
+    """Raises ValueError for token ids that the model doesn't have, or that leave no room for documents."""
+    vocabulary, most = backbone.get_input_embeddings().weight.shape[0], compile_limit(backbone)
+    if wrong := [each for each in ids if not isinstance(each, int) or not 0 <= each < vocabulary]:
+        raise ValueError(f"a front has token ids below {vocabulary}, got {wrong[0]!r}")
+    if most is not None and 2 * len(ids) > most:
+        raise ValueError(
+            f"the front's {len(ids)} tokens take more than half of the {most} positions that the model has to "
+            "compile in: documents stand behind them, so give a shorter one"
+        )
 
 
 def own_tokenizer(model: Any) -> Any:

@@ -18,8 +18,8 @@ import torch
 from comb.backbones.adapter import trained_method
 from comb.backbones.discovery import start_token_id, text_config
 from comb.backbones.identity import backbone_of, identity_of, weights_fingerprint
-from comb.backbones.rotary import compile_limit, primer_limit
-from comb.backbones.tokenizer import own_tokenizer, primer_ids
+from comb.backbones.rotary import front_limit
+from comb.backbones.tokenizer import check_front, front_ids, own_tokenizer
 from comb.cache.picache import DecoderPICache, PICache
 from comb.linking.passes import compile_tokens
 from comb.linking.positions import UnmovableError
@@ -178,14 +178,7 @@ def front_of(choice: FrontChoice, model: Any, method: str) -> Front:
         except OSError as error:
             raise ValueError(f"front={choice}: {' '.join(str(error).split())}") from error
         return TrainedFront(learned, config.placeholder_id)
-    vocabulary, most = backbone.get_input_embeddings().weight.shape[0], compile_limit(backbone)
-    if wrong := [each for each in ids if not isinstance(each, int) or not 0 <= each < vocabulary]:
-        raise ValueError(f"{method}:front has token ids below {vocabulary}, got {wrong[0]!r}")
-    if most is not None and 2 * len(ids) > most:
-        raise ValueError(
-            f"the front's {len(ids)} tokens take more than half of the {most} positions that the model has to "
-            "compile in: documents stand behind them, so give a shorter one"
-        )
+    check_front(ids, backbone)
     return Front(ids)
 
 
@@ -220,4 +213,4 @@ def _text_ids(choice: FrontChoice, backbone: Any, tokenizer: Any) -> list[int] |
     if choice != "prose" and not Path(choice).is_file():
         return None
     found = own_tokenizer(backbone) if tokenizer is None else tokenizer
-    return primer_ids(True if choice == "prose" else choice, found, primer_limit(backbone.config))
+    return front_ids(choice, found, front_limit(backbone.config))

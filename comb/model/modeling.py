@@ -25,8 +25,8 @@ from transformers import (
 from comb.backbones.adapter import backbone_fingerprint
 from comb.backbones.discovery import BackboneInfo, inspect_backbone
 from comb.backbones.identity import bit_sums, identity_of, settings_of
-from comb.backbones.rotary import primer_limit
-from comb.backbones.tokenizer import own_tokenizer, primer_ids
+from comb.backbones.rotary import front_limit
+from comb.backbones.tokenizer import check_front, front_ids, own_tokenizer
 from comb.cache.picache import CrossPICache
 from comb.model.adapter import AdapterModel, device_of, floating, frozen_backbone, of_backbone
 from comb.model.config import CombConfig, CombEncoderConfig, spread_cross_layers
@@ -142,11 +142,13 @@ class CombForCausalLM(AdapterModel, GenerationMixin):
         info = inspect_backbone(backbone)
         if not 0 <= gate < 1:
             raise ValueError(f"gate is a share, 0 <= gate < 1, not {gate}")
-        front_ids: list[int] = []
-        if not isinstance(front, str):
-            front_ids = list(front)
-        elif front != "none":
-            front_ids = primer_ids(front == "prose" or front, own_tokenizer(backbone), primer_limit(backbone.config))
+        if front == "none":
+            behind: list[int] = []
+        elif isinstance(front, str):
+            behind = front_ids(front, own_tokenizer(backbone), front_limit(backbone.config))
+        else:
+            behind = list(front)
+        check_front(behind, backbone)
         num_encoder_layers = num_encoder_layers or DEFAULT_LAYERS
         if cross_attention_layers is None:
             cross_attention_layers = spread_cross_layers(info.num_layers, min(num_encoder_layers, info.num_layers))
@@ -160,7 +162,7 @@ class CombForCausalLM(AdapterModel, GenerationMixin):
                 causal=encoder_causal,
                 max_document_tokens=max_document_tokens,
                 initialization=initialization,
-                front_tokens=len(front_ids),
+                front_tokens=len(behind),
             ),
             cross_attention_layers=layers,
             cross_encoder_layers=(
@@ -178,8 +180,8 @@ class CombForCausalLM(AdapterModel, GenerationMixin):
             initialize_from_backbone(
                 model.encoder, model.cross_blocks, layers, backbone, info, first=initialization == "first"
             )
-        if front_ids and device_of(backbone.get_input_embeddings()).type != "meta":
-            model.encoder.start_front(model._embed([tuple(front_ids)])[0])
+        if behind and device_of(backbone.get_input_embeddings()).type != "meta":
+            model.encoder.start_front(model._embed([tuple(behind)])[0])
         for block in model.cross_blocks:
             nn.init.constant_(block.attention_gate, math.atanh(gate))  # type: ignore[arg-type]  # a parameter
         model._place(adapter_dtype or floating(backbone.dtype)).eval()

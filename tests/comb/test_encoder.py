@@ -89,6 +89,10 @@ def test_a_front_is_saved_and_needs_a_tokenizer_for_text(tmp_path: Any) -> None:
         CombForCausalLM.from_backbone(tiny("llama"), front="prose")
     with pytest.raises(ValueError, match="no text to compile documents behind"):
         CombForCausalLM.from_backbone("nano", front=str(tmp_path / "missing.txt"))
+    with pytest.raises(ValueError, match="token ids below 128, got 128"):
+        CombForCausalLM.from_backbone(tiny("llama"), front=[5, 128])
+    with pytest.raises(ValueError, match="129 tokens take more than half of the 256 positions"):
+        CombForCausalLM.from_backbone(tiny("llama"), front=[5] * 129)
 
 
 def test_causal_encoding_of_a_prefix_is_a_prefix_of_the_encoding() -> None:

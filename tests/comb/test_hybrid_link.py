@@ -126,7 +126,7 @@ def test_first_layer_states_are_exact_for_any_order(name: str, front: Sequence[i
 
 
 @pytest.mark.parametrize("name", MODELS)
-def test_behind_its_primer_a_document_is_full_recompute(name: str) -> None:
+def test_behind_its_front_a_document_is_full_recompute(name: str) -> None:
     """The controls: another text in front, and a document that was compiled alone."""
     model = model_of(name)
     method = methods.create("hypic:1", model, front=PRIMER)

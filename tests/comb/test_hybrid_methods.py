@@ -149,7 +149,7 @@ def test_compact_storage() -> None:
 # ---- what is refused ----
 
 
-def test_a_primer_needs_a_seam_and_has_picaches_of_its_own() -> None:
+def test_a_front_needs_a_seam_and_has_picaches_of_its_own() -> None:
     model = model_of("bamba")
     for spec in ("hypic:mode=rotation", "addition"):
         with pytest.raises(ValueError, match="front needs a seam"):
@@ -239,7 +239,7 @@ def test_files_hold_everything(name: str) -> None:
     assert picache.standalone().nbytes == picache.nbytes
 
 
-def test_picaches_from_before_primers_stood_behind_nothing() -> None:
+def test_picaches_from_before_fronts_stood_behind_nothing() -> None:
     (picache,) = methods.create("hypic", model_of("bamba")).compile([A])
     tensors = {**picache.tensors(), "interior": picache.tensors()["interior"][:3]}
     assert HybridPICache.from_tensors("f", tensors).compiled_at == picache.start

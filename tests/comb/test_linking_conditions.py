@@ -176,7 +176,7 @@ def test_errors_say_what_to_do(backbone: Any, tokenizer: Any, tmp_path: Path) ->
     model = tiny("llama")
     with pytest.raises(ValueError, match="no tokenizer beside its weights: give its token ids"):
         methods.create("primed", model)
-    with pytest.raises(ValueError, match="primed:front has token ids below 128, got 128"):
+    with pytest.raises(ValueError, match="a front has token ids below 128, got 128"):
         primed(model, front=[1, 128])
     with pytest.raises(ValueError, match="the front's 129 tokens take more than half of the 256 positions"):
         primed(model, front=[5] * 129)

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from transformers import DynamicCache
 
 from comb import PICEngine, methods
-from comb.backbones.rotary import compile_limit, primer_limit
+from comb.backbones.rotary import compile_limit, front_limit
 from comb.cli.doctor import check_methods
 from comb.mac import mac
 from tests.helpers.byte_text import byte_tokenizer
@@ -211,7 +211,7 @@ def test_a_long_prompt_does_not_change_a_short_one_of_its_batch(name: str) -> No
 
 
 @pytest.mark.parametrize("name", [*MODELS, *(FAMILIES | LINK_FAMILIES | STATE_FAMILIES)])
-def test_a_configuration_says_what_a_primer_may_have(name: str) -> None:
+def test_a_configuration_says_what_a_front_may_have(name: str) -> None:
     """A server and a plan for a training compile behind the same passage without a model; what its code alone says is
     refused where the passage is too long for it."""
     model = MODELS.get(name, lambda: tiny(name))()
@@ -220,4 +220,4 @@ def test_a_configuration_says_what_a_primer_may_have(name: str) -> None:
         with pytest.raises(ValueError, match=f"more than half of the {LIMIT} positions"):
             methods.create("primed", model, front=[5] * 128)
         return
-    assert primer_limit(model.config) == (None if limit is None else limit // 2)
+    assert front_limit(model.config) == (None if limit is None else limit // 2)

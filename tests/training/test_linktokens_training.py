@@ -11,7 +11,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from comb import LinkTokensForCausalLM, PICEngine, Prompt
-from comb.backbones.tokenizer import primer_ids
+from comb.backbones.tokenizer import front_ids
 from comb.linking.masks import visible
 from comb_training.config import config_from_dict
 from comb_training.data.batches import TrainingExample
@@ -105,7 +105,7 @@ def test_fresh_link_tokens_start_as_the_passage(tmp_path: Path) -> None:
     model = backbone(max_position_embeddings=2048)
     model.save_pretrained(tmp_path)
     TOKENIZER.save_pretrained(tmp_path)
-    whole = primer_ids(True, TOKENIZER)
+    whole = front_ids("prose", TOKENIZER)
     for given, ids in ({}, whole), ({"num_link_tokens": 4}, whole[-4:]):
         config = config_from_dict(
             {"model": {"backbone": str(tmp_path), "options": given}, "train": {"method": "linktokens"}}

@@ -13,8 +13,8 @@ from typing import Any
 import torch
 
 from comb.backbones.loading import load_config
-from comb.backbones.rotary import primer_limit
-from comb.backbones.tokenizer import load_tokenizer, primer_ids
+from comb.backbones.rotary import front_limit
+from comb.backbones.tokenizer import front_ids, load_tokenizer
 from comb.documents.datasets import Counts
 from comb.documents.document import Prompt
 from comb.linking.masks import FRESH, PADDING
@@ -44,7 +44,7 @@ class RowCollator(Collator):
 
 def starting_tokens(backbone: str, count: int | None) -> list[int]:
     """What fresh link tokens start as: the passage that ``primed`` compiles behind, or its last `count` tokens."""
-    passage = primer_ids(True, load_tokenizer(backbone), primer_limit(load_config(backbone)))
+    passage = front_ids("prose", load_tokenizer(backbone), front_limit(load_config(backbone)))
     return passage if count is None else list(islice(cycle(reversed(passage)), count))[::-1]
 
 

@@ -8,8 +8,8 @@ from typing import Any
 
 from comb.backbones.adapter import same_embedding
 from comb.backbones.loading import load_config
-from comb.backbones.rotary import primer_limit
-from comb.backbones.tokenizer import load_tokenizer, primer_ids
+from comb.backbones.rotary import front_limit
+from comb.backbones.tokenizer import front_ids, load_tokenizer
 from comb.linktokens.front import LinkTokensConfig
 from comb.methods.fronts import dummy_ids
 from comb_serving.config.serve_options import ServeOptions
@@ -60,7 +60,7 @@ def front_for(method: LinkMethod, checkpoint: str | Path, link_tokens: str | Non
         return []
     config = load_config(checkpoint)
     if method.front == "prose":
-        return primer_ids(True, load_tokenizer(checkpoint), primer_limit(config))
+        return front_ids("prose", load_tokenizer(checkpoint), front_limit(config))
     return dummy_ids(method.front, config.get_text_config(decoder=True))
 
 
