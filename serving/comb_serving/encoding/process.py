@@ -173,9 +173,10 @@ def load(options: ServeOptions, folder: Path, index: int) -> EncoderWorker:
     drop_decoder(model)
     model.encoder.to(device)
     model.get_input_embeddings().to(device)
+    longest = model.max_document_tokens + pools[0].layout.sink_tokens
     store = kept_store(
         host_bytes=options.host_bytes, disk_path=options.disk_path, disk_bytes=options.disk_bytes,
-        largest_bytes=model.max_document_tokens * sum(pool.layout.bytes_per_token for pool in pools),
+        largest_bytes=longest * sum(pool.layout.bytes_per_token for pool in pools),
         part=f"encoder-{index}" if options.encoders > 1 else "", parts=options.encoders,
     )  # fmt: skip
     return EncoderWorker(model, pools, store)
