@@ -41,7 +41,8 @@ def rotary_frequencies(config: CombEncoderConfig) -> tuple[Tensor, float]:
         max_position_embeddings=config.max_position_embeddings,
         partial_rotary_factor=rope.get("partial_rotary_factor", 1.0),
     )
-    frequencies, factor = ROPE_INIT_FUNCTIONS[rope["rope_type"]](shim, torch.device("cpu"))
+    with torch.device("cpu"):  # not on the meta device, if a model is being made there: some types look at the numbers
+        frequencies, factor = ROPE_INIT_FUNCTIONS[rope["rope_type"]](shim, torch.device("cpu"))
     return frequencies.float(), float(factor)
 
 

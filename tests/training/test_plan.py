@@ -160,6 +160,20 @@ def test_missing_things_are_said_and_the_rest_is_shown(tmp_path: Path) -> None:
     assert counted(result.output)[0] == COUNTS["llama-3.1-8b-instruct"][0]
 
 
+def test_a_front_counts_with_its_start_on_no_device() -> None:
+    start = (
+        "model.encoder_causal=true",
+        "model.num_encoder_layers=28",
+        "model.options={initialization: first, front: %s}",
+    )
+    alone, behind = (
+        counted(dry_run(str(CONFIGS["llama-3.1-8b-instruct"]), *start[:-1], start[-1] % front).output)[1]
+        for front in ("none", "prose")
+    )
+    front, sink = 28 * 2 * 8 * 137 * 128, 2 * 8 * 8 * 128
+    assert behind - alone == front + sink
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from comb.backbones.loading import HUB_ARGUMENTS, backbone_of_adapter, load_config, resolve_name
@@ -47,6 +48,8 @@ class Parameters:
                 "K/V heads": model.encoder.key_value_heads,
                 "cross blocks": model.cross_blocks,
             }
+            if model.encoder.front is not None:
+                parts["front and sink"] = nn.ParameterList([model.encoder.front, model.encoder.sink])
         else:
             parts["link tokens"] = model.front
         counts, size = {}, {True: 0, False: 0}
