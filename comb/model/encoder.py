@@ -286,8 +286,8 @@ class CombEncoder(nn.Module):
             mask = {"key_mask": None if self.config.causal else seen.mask(device)}
         hidden, rotary, outputs = hidden.to(self.dtype), self.rotary(positions), []
         segments = counts if packed else None
-        for index, layer in enumerate(self.layers):
-            front = None if self.front is None else self.front[index]
+        fronts = [None] * len(self.layers) if self.front is None else self.front.unbind()
+        for layer, front in zip(self.layers, fronts, strict=True):
             hidden = layer(hidden, rotary, front=front, counts=segments, **mask)
             outputs.append(hidden)
         pairs = [head(outputs[source]) for head, source in zip(self.key_value_heads, self.sources, strict=True)]
