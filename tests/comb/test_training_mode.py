@@ -71,11 +71,13 @@ def test_gates_of_a_fresh_model_get_gradients_first() -> None:
     assert alive == {f"cross_blocks.{i}.{gate}" for i in (0, 1) for gate in ("attention_gate", "mlp_gate")}
 
 
+@pytest.mark.parametrize("front", ["none", [5, 6, 7]], ids=["alone", "behind a front"])
 @pytest.mark.parametrize("family", ["llama", "gemma2", "qwen3_next"])
-def test_checkpointing_recomputes_with_the_documents_of_its_forward(family: str) -> None:
-    plain = fresh(family).train()
+def test_checkpointing_recomputes_with_the_documents_of_its_forward(family: str, front: object) -> None:
+    plain = fresh(family, front=front).train()
     wanted = gradients(plain)
-    model = fresh(family).train()
+    assert ("encoder.front" in wanted and "encoder.sink" in wanted) == (front != "none")
+    model = fresh(family, front=front).train()
     model.gradient_checkpointing_enable()
     ids, labels = batch()
     model.zero_grad()
