@@ -74,6 +74,12 @@ def test_every_family_gets_a_verdict_on_every_method(family: str) -> None:
         assert torch.equal(full.link_batch(rows).generate(**settings)[:, -6:], torch.stack(own))
 
 
+def test_rounding_to_sixteen_bits_is_no_finding() -> None:
+    verdicts = check_methods(load_named("nano", dtype="bfloat16"))
+    assert not {verdict.method for verdict in verdicts if not verdict.refused and not verdict.passed}
+    assert "naive" in {verdict.method for verdict in verdicts if verdict.passed}
+
+
 def test_what_a_model_raises_is_a_finding(monkeypatch: pytest.MonkeyPatch) -> None:
     model = tiny("llama", std=0.15)
     monkeypatch.setattr(Linked, "compile", lambda *_: {}["nothing"])
