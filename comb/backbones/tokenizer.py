@@ -132,8 +132,6 @@ def check_tokenizer(model: Any, tokenizer: Any) -> None:
 
 # --- fronts: text that documents are compiled behind, as token ids -------------------------------------------
 
-"""True: `PASSAGE`; the path of a text file; token ids; False: nothing."""
-
 PASSAGE = (
     "The harbour of Vellin lies at the mouth of the river Arne, where ships have loaded salt and timber since the "
     "twelfth century. A stone bridge was built in 1784, and a railway came in 1862; the town then had about 4,000 "

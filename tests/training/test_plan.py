@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 from transformers import LlamaConfig
 
+from comb import CombForCausalLM
 from comb_training.config import load_config
 from comb_training.models import training_method
 from comb_training.plan import plan
@@ -172,6 +173,23 @@ def test_a_front_counts_with_its_start_on_no_device() -> None:
     )
     front, sink = 28 * 2 * 8 * 137 * 128, 2 * 8 * 8 * 128
     assert behind - alone == front + sink
+
+
+def test_a_text_of_one_s_own_counts_as_long_as_it_is(tmp_path: Path) -> None:
+    text = tmp_path / "front.txt"
+    text.write_text("The museum is open from May to October.")
+    own, none = (
+        counted(dry_run(str(CONFIGS["nano"]), f"model.options={{front: {front}}}").output)[1]
+        for front in (text, "none")
+    )
+    shape = load_config(CONFIGS["nano"]).model
+    encoder = CombForCausalLM.from_backbone(
+        "nano", num_encoder_layers=shape.num_encoder_layers, cross_attention_layers=shape.first_cross_layers,
+        front=str(text),
+    ).encoder  # fmt: skip
+    assert own - none == encoder.front.numel() + encoder.sink.numel()
+    missing = dry_run(str(CONFIGS["nano"]), "model.options={front: gone.txt}")
+    assert "no text to compile documents behind" in str(missing.exception)
 
 
 @pytest.mark.parametrize(

@@ -12,13 +12,14 @@ from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from comb.backbones.loading import HUB_ARGUMENTS, backbone_of_adapter, load_config, resolve_name
+from comb.backbones.rotary import front_limit
+from comb.backbones.tokenizer import front_ids, load_tokenizer
 from comb.linktokens.front import LinkTokensConfig, key_values
 from comb.linktokens.modeling import LinkTokensForCausalLM
 from comb.model.modeling import CombForCausalLM
 from comb_training.config import Config
 from comb_training.models import training_method
 from comb_training.models.comb import add_lora
-from comb_training.models.linktokens import starting_tokens
 from comb_training.models.method import check_backbone, dtype_of, shaping_options
 
 Trained = CombForCausalLM | LinkTokensForCausalLM
@@ -103,14 +104,15 @@ def meta_model(config: Config) -> tuple[Trained, str | None]:
         if settings is not None:
             model = adapter(settings, backbone)
         elif adapter is LinkTokensForCausalLM:
-            count = options.get("num_link_tokens") or _passage_tokens(config)
+            count = options.get("num_link_tokens")
+            count = _front_tokens(config, "prose") if count is None else count
             shapes = [[len(keys), keys.shape[-1], values.shape[-1]] for keys, values in key_values(backbone, [0])]
             front = LinkTokensConfig(num_link_tokens=count, layer_shapes=shapes, backbone_config=backbone.config)
             model = LinkTokensForCausalLM(front, backbone)
         else:
             shaping = shaping_options(CombForCausalLM, options)
             if isinstance(shaping.get("front"), str) and shaping["front"] != "none":
-                shaping["front"] = [0] * _passage_tokens(config)  # as many; which they are doesn't count
+                shaping["front"] = [0] * _front_tokens(config, shaping["front"])  # as many; which doesn't matter
             model = CombForCausalLM.from_backbone(
                 backbone,
                 num_encoder_layers=config.model.num_encoder_layers,
@@ -126,12 +128,13 @@ def meta_model(config: Config) -> tuple[Trained, str | None]:
     return model, note
 
 
-def _passage_tokens(config: Config) -> int:
-    """Tokens of the passage that fronts start as, in the backbone's tokenizer if that can be had."""
+def _front_tokens(config: Config, front: str) -> int:
+    """Tokens of the text that a front starts as; of the passage where the backbone's tokenizer can't be had."""
     try:
-        return len(starting_tokens(config.model.backbone, None))
+        tokenizer, most = load_tokenizer(config.model.backbone), front_limit(load_config(config.model.backbone))
     except (OSError, ValueError):
         return PASSAGE_TOKENS
+    return len(front_ids(front, tokenizer, most))
 
 
 def find_backbone_config(config: Config) -> tuple[Any, str | None]:
