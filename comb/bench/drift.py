@@ -63,11 +63,11 @@ def drift(options: DriftOptions, report: BenchmarkReport) -> None:
     """How far a hybrid's states are from full recompute's, by layer: what composing costs in depth (HYPIC table 4)."""
     specs = split_methods(options.methods, control=False)
     setting, examples = options.load_questions(report)
-    heads = setting.engine("full").heads
-    heads.clear()  # one that was computed with all layers, or without
+    prefixes = setting.engine("full").prefixes
+    prefixes.clear()  # one that was computed with all layers, or without
     with nullcontext() if options.full_layers else without_full_layers(setting.model):
         rows = measure_drift(setting, examples, specs)
-        heads.clear()
+        prefixes.clear()
     for row in rows:
         report.add(row)
 

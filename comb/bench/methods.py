@@ -128,7 +128,7 @@ def compare_methods(options: MethodsOptions, report: BenchmarkReport) -> None:
         specs, backbone = ["full", *between, NO_DOCUMENTS], backbone_of(setting.model)
         made_with = {
             "backbone": backbone_fingerprint(backbone), "dtype": str(backbone.dtype),
-            "seed": options.seed, "rules": asdict(asked.rules), "head": setting.builder.head,
+            "seed": options.seed, "rules": asdict(asked.rules), "prefix": setting.builder.prefix,
             **({"lead": setting.builder.lead} if setting.builder.lead else {}),
             "query": setting.query_template, "document": setting.builder.document_template,
             "splitter": options.splitter, **asked.source,

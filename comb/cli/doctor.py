@@ -118,7 +118,7 @@ def run_checks(model: CombForCausalLM) -> list[Check]:
 
 
 _DOCUMENTS = (11, 7, 13)
-_HEAD, _GAPS, _QUERY = 3, (2, 0), 5
+_PREFIX, _GAPS, _QUERY = 3, (2, 0), 5
 _SHORT = 512
 
 
@@ -171,7 +171,7 @@ class _Trial:
         self.documents = [ids(min(count, longest)) for count in _DOCUMENTS]
         self.gaps, self.query = [ids(count) for count in _GAPS], ids(_QUERY)
         # beyond the limit of a rotary embedding where that costs little; a document alone stays below
-        self.head = ids(limit if limit is not None and limit <= _SHORT and limit < (positions or 0) // 2 else _HEAD)
+        self.prefix = ids(limit if limit is not None and limit <= _SHORT and limit < (positions or 0) // 2 else _PREFIX)
         self.tolerance = tolerance_for(backbone.dtype)
         self.full = methods.create("full", model)
         self.reference = self._link(self.full).logits
@@ -263,11 +263,11 @@ class _Trial:
         """Another query behind another end of the last document: what is cached in front of them must stay the same."""
         *others, last = self.documents
         kept = last[: -min(2, len(last))]
-        end = len(self.head) + sum(map(len, others)) + sum(_GAPS) + len(kept)
+        end = len(self.prefix) + sum(map(len, others)) + sum(_GAPS) + len(kept)
         held = []
         for ids, query in ((last[len(kept) :], self.query), (others[0][: len(last) - len(kept)], self.query[::-1])):
             picaches = method.compile([*others, [*kept, *ids]])
-            state: Any = method.link(picaches, query, head_ids=self.head, gaps=self.gaps)
+            state: Any = method.link(picaches, query, prefix_ids=self.prefix, gaps=self.gaps)
             more = state.past_key_values.get_seq_length() - end
             tensors = [tensor for layer in state.past_key_values.layers for tensor in (layer.keys, layer.values)]
             # of layers with a window, what is left of the first `end` tokens
@@ -283,10 +283,10 @@ class _Trial:
 
     def _finite(self, method: Method) -> Check:
         finite = bool(torch.isfinite(self._link(method).logits).all())
-        return Check("logits are finite", finite, "with a head, gaps and three documents")
+        return Check("logits are finite", finite, "with a prefix, gaps and three documents")
 
     def _link(self, method: Method) -> DecodeState:
-        return method.link(method.compile(self.documents), self.query, head_ids=self.head, gaps=self.gaps)
+        return method.link(method.compile(self.documents), self.query, prefix_ids=self.prefix, gaps=self.gaps)
 
     def _alone(self, method: Method) -> DecodeState:
         return method.link(method.compile(self.documents[:1]), self.query)

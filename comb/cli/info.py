@@ -73,7 +73,7 @@ def describe_hybrid(model: Any) -> dict[str, str]:
     try:
         with exclusive(model):
             support = find_hybrid_support(model)
-            picache = compile_segment(model, support, "", [1] * _TOKENS, head=0, tail=0)
+            picache = compile_segment(model, support, "", [1] * _TOKENS, seams=(0, 0))
     except UnmovableError as reason:
         return {"hybrid linking": f"refused: {reason}"}
     families = Counter(
@@ -88,7 +88,7 @@ def describe_hybrid(model: Any) -> dict[str, str]:
     per_token = _nbytes(tensor for pair in picache.attention.values() for tensor in pair) // _TOKENS
     rows = {
         "hybrid layers": f"{layers}; " + ", ".join(f"{count} {name}" for name, count in families.most_common()),
-        "seams": f"at least {max(0, support.kernel - 1)} tokens at a segment's head"
+        "seams": f"at least {max(0, support.kernel - 1)} tokens at a segment's start"
         + (", taken one by one" if support.step else ""),
         "cache per segment": f"{fixed:,d} bytes (S {states:,d}, T {transitions:,d}, columns {columns:,d}) and "
         f"{per_token:,d} per token of its interior",

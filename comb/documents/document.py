@@ -108,12 +108,12 @@ class Example:
 
 @dataclass(frozen=True)
 class Prompt:
-    """Token ids of one prompt: ``head + segments + tail``; the segments are the documents, each on its own.
+    """Token ids of one prompt: ``prefix + segments + tail``; the segments are the documents, each on its own.
 
     `gaps` are the fresh tokens between segments, one entry less than these; empty where all follow each other.
     """
 
-    head: tuple[int, ...]
+    prefix: tuple[int, ...]
     segments: tuple[tuple[int, ...], ...]
     tail: tuple[int, ...]
     gaps: tuple[tuple[int, ...], ...] = ()
@@ -122,8 +122,8 @@ class Prompt:
     def fresh(self) -> tuple[tuple[int, ...], ...]:
         """The tokens in front of each segment, and last those behind all."""
         if not self.segments:
-            return ((*self.head, *self.tail),)
-        return (self.head, *(self.gaps or ((),) * (len(self.segments) - 1)), self.tail)
+            return ((*self.prefix, *self.tail),)
+        return (self.prefix, *(self.gaps or ((),) * (len(self.segments) - 1)), self.tail)
 
     @property
     def flat(self) -> tuple[int, ...]:
@@ -156,8 +156,8 @@ class Prompt:
             position += len(run)
             if count < position + len(segment) or index == len(self.segments):
                 ahead = (run[inside:], *fresh[index + 1 :])
-                head, *gaps, tail = ahead if len(ahead) > 1 else ((), *ahead)
-                rest = Prompt(head, self.segments[index:], tail, tuple(gaps) if any(gaps) else ())
+                prefix, *gaps, tail = ahead if len(ahead) > 1 else ((), *ahead)
+                rest = Prompt(prefix, self.segments[index:], tail, tuple(gaps) if any(gaps) else ())
                 return min(count, position), index, rest
             position += len(segment)
         raise AssertionError("the last run has no segment behind it")
@@ -185,8 +185,8 @@ def _assembled(
         # raw text without documents keeps what the tokenizer puts in front of it apart all the same
         place = blocks.index(DOCUMENTS) if DOCUMENTS in blocks else 0
         return Prompt(tuple(fresh[0][:place]), (), tuple(fresh[0][place:]))
-    head, *gaps, tail = (tuple(ids) for ids in fresh)
-    return Prompt(head, tuple(placed), tail, tuple(gaps) if any(gaps) else ())
+    prefix, *gaps, tail = (tuple(ids) for ids in fresh)
+    return Prompt(prefix, tuple(placed), tail, tuple(gaps) if any(gaps) else ())
 
 
 @dataclass(frozen=True, eq=False)
@@ -194,15 +194,15 @@ class PromptBuilder:
     """Turns documents and a query into token ids, the same way in training, evaluation and serving.
 
     With a chat template the documents stand at the start of the first user message, behind `lead`; without one, behind
-    the tokenizer's BOS token (if it adds one), `head` and `lead`. Each document is tokenised alone, so its ids never
+    the tokenizer's BOS token (if it adds one), `prefix` and `lead`. Each document is tokenised alone, so its ids never
     depend on its neighbours.
 
     Args:
         tokenizer: a Hugging Face tokenizer.
         document_template: a format string with ``{text}`` and, optionally, ``{title}``; by default the title, if
             there is one, and the text, each on its own line.
-        head: plain text in front of the documents, for a language model that answers best after a few examples; the
-            prompt is then ``head + documents + question`` without a chat template.
+        prefix: plain text in front of the documents, for a language model that answers best after a few examples; the
+            prompt is then ``prefix + documents + question`` without a chat template.
         lead: plain text in front of the documents in either case, such as the first half of an instruction.
         stop: characters that end an answer, each of them, where no chat template does; answers to learn have the first
             one behind them.
@@ -214,7 +214,7 @@ class PromptBuilder:
     tokenizer: Any
     document_template: str | None = None
     chat_template_kwargs: Mapping[str, Any] = field(default_factory=dict)
-    head: str | None = None
+    prefix: str | None = None
     stop: str = ""
     lead: str = ""
 
@@ -266,30 +266,30 @@ class PromptBuilder:
         messages = as_messages(query)
         if not messages:
             raise ValueError("no messages: give at least one message with role and content")
-        if self.head is None and renders_chats(self.tokenizer):
+        if self.prefix is None and renders_chats(self.tokenizer):
             front: list[str | Slot] = [*([self.lead] if self.lead else []), *([DOCUMENTS] if segments else [])]
             rendered = render_chat(self.tokenizer, messages, self.chat_template_kwargs, front)
             return _assembled(token_blocks(self.tokenizer, rendered), segments, referenced or {})
         if not isinstance(query, str):
             raise ValueError(
-                "chat messages need a tokenizer with a chat_template, and a PromptBuilder without a head of its own: "
+                "chat messages need a tokenizer with a chat_template, and a PromptBuilder without a prefix of its own: "
                 "pass the query as text"
             )
-        return self.complete(query, segments, head=(self.head or "") + self.lead)
+        return self.complete(query, segments, prefix=(self.prefix or "") + self.lead)
 
     def complete(
-        self, text: str, segments: Sequence[Sequence[int]] = (), *, head: str = "", add_special_tokens: bool = True
+        self, text: str, segments: Sequence[Sequence[int]] = (), *, prefix: str = "", add_special_tokens: bool = True
     ) -> Prompt:
         """The prompt for raw text, whatever chat template there is: the tokens that the tokenizer makes of it.
 
-        Documents stand in front of it, but behind `head` and a BOS token or what else the tokenizer begins a text with
-        (`add_special_tokens`). Raises ValueError for an empty text without a BOS token.
+        Documents stand in front of it, but behind `prefix` and a BOS token or what else the tokenizer begins a text
+        with (`add_special_tokens`). Raises ValueError for an empty text without a BOS token.
         """
         front, back = added_tokens(self.tokenizer) if add_special_tokens else ([], [])
-        slots = ((len(head), len(head), DOCUMENTS),) if segments else ()
+        slots = ((len(prefix), len(prefix), DOCUMENTS),) if segments else ()
         mark = [] if segments else [DOCUMENTS]
-        blocks = [*front, *mark, *token_blocks(self.tokenizer, Rendered(head + text, slots)), *back]
-        if not front and not head and segments and blocks[1:2] == [self.tokenizer.bos_token_id]:
+        blocks = [*front, *mark, *token_blocks(self.tokenizer, Rendered(prefix + text, slots)), *back]
+        if not front and not prefix and segments and blocks[1:2] == [self.tokenizer.bos_token_id]:
             blocks[:2] = [blocks[1], blocks[0]]  # behind a BOS token that the text itself spells
         return _assembled(blocks, segments, {})
 

@@ -55,8 +55,8 @@ class PICEngine(AnswerSteps):
         method: a name from ``comb.methods.names()``, ``"name:parameters"``, or a `Method` instance; by default the one
             that the model's adapter was trained for, of a plain model ``primed``, or ``full`` where that can't be.
         store: where PICaches are kept; by default in memory, at most 4 GiB (and 4 GiB on the host for a GPU model).
-            What stands in front of documents is cached with the model (`heads`, at most 4 GiB), for all engines on it;
-            what method ``prefix`` reuses, too.
+            What stands in front of documents is cached with the model (`prefixes`, at most 4 GiB), for all engines on
+            it; what method ``prefix`` reuses, too.
         splitter: KVSplit, how long documents are cut into segments that are compiled each on its own: a name with its
             budget (``"paragraphs:512"``), a `Splitter`, or a function from text to character offsets; whole by default.
         salt: separates tenants; documents are never shared between engines with different salts.

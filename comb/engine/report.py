@@ -87,11 +87,11 @@ class Report:
         documents: one entry per document, in order.
         prompt_tokens: that the decoder held as its prompt, without padding; with ``comb`` that is the query alone.
         computed_tokens: all tokens that passed through the backbone for this answer's prompt: of documents compiled in
-            this request, of a head that wasn't cached, in linking, and what was left. A token that passed some of the
+            this request, of a prefix that wasn't cached, in linking, and what was left. A token that passed some of the
             layers only counts as that share of one, also in an encoder made of the backbone's layers; what an encoder
             of its own computed is said by `documents`.
         compiled_tokens: of these, to compile documents; in a batch at the first question that has them.
-        head_tokens: of the prompt's head, that were cached.
+        prefix_tokens: of the prompt's prefix, that were cached.
         recomputed_tokens: document tokens that the backbone prefilled while linking; a part of `computed_tokens`.
         answer_tokens: tokens generated, the end-of-turn token included.
         cache_bytes: bytes of the PICaches this answer was read from.
@@ -108,7 +108,7 @@ class Report:
     prompt_tokens: int
     computed_tokens: int
     compiled_tokens: int
-    head_tokens: int
+    prefix_tokens: int
     recomputed_tokens: int
     answer_tokens: int
     cache_bytes: int
@@ -125,8 +125,8 @@ class Report:
     def __str__(self) -> str:
         """One line in all, and one line per document."""
         off = ", encoder off" if self.method == "comb" and not self.encoder else ""
-        reused = self.continued_tokens or self.head_tokens
-        continued = f" ({reused} {'continued' if self.continued_tokens else 'of a cached head'})" if reused else ""
+        reused = self.continued_tokens or self.prefix_tokens
+        continued = f" ({reused} {'continued' if self.continued_tokens else 'of a cached prefix'})" if reused else ""
         compiled = f" ({self.compiled_tokens} to compile)" if self.compiled_tokens else ""
         head = (
             f"method {self.method}{off}: first token {1000 * self.ttft_s:.1f} ms, all {self.answer_tokens} tokens "

@@ -78,7 +78,7 @@ class AnswerSteps:
         self._cut = functools.lru_cache(_REMEMBERED)(_cut)
 
     @property
-    def heads(self) -> PrefixCache:
+    def prefixes(self) -> PrefixCache:
         """The cached prefixes of this backbone, which all engines on it share; outside of the store's budget."""
         return prefixes_of(self.method.backbone)
 
@@ -166,7 +166,7 @@ class AnswerSteps:
             {name: [segment.token_ids for segment in parts] for name, parts in inside.items()},
         )
         if not (encoder and self.method.uses_encoder):  # else documents are no tokens of the prompt
-            own = len(prompt.head) + sum(map(len, prompt.gaps)) + len(prompt.tail)
+            own = len(prompt.prefix) + sum(map(len, prompt.gaps)) + len(prompt.tail)
             self.method.check_prompt(sum(len(segment.token_ids) for segment in every), own)
         # an embedding of the query that has changed in silence makes it another model, with other keys
         if encoder and self.method.notice_rows(prompt.query):
@@ -229,7 +229,7 @@ class AnswerSteps:
                 picaches = [references[segment.key].picache for segment in segments]
             else:  # tokens of the prompt like all others
                 picaches = [token_picache(method.fingerprint, segment.token_ids) for segment in segments]
-            rows.append(LinkRequest(picaches, prompt.tail, prompt.head, prompt.gaps, self.salt))
+            rows.append(LinkRequest(picaches, prompt.tail, prompt.prefix, prompt.gaps, self.salt))
         with nullcontext() if self.mac is None else MacSession(method.model, self.mac) as session:
             yield method.link_batch(rows) if past is None else method.continue_row(past, rows[0]), session
 
@@ -290,7 +290,7 @@ class AnswerSteps:
                         prompt_tokens=state.prompt_tokens[row],
                         computed_tokens=state.computed[row] + spent,
                         compiled_tokens=spent,
-                        head_tokens=state.head_tokens,
+                        prefix_tokens=state.prefix_tokens,
                         recomputed_tokens=state.recomputed[row],
                         answer_tokens=len(new[row]),
                         cache_bytes=cache_bytes(segments, uses, references),

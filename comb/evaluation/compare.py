@@ -94,7 +94,7 @@ def compare(
                 own = trim(token_ids, settings, 1)
                 expected = ReferenceAnswer(own, logits, logits.argmax(-1).tolist() == list(own), facts)
             without += expected is None
-            if not warm:  # a head is kept for all methods, and the first one would count it
+            if not warm:  # a prefix is kept for all methods, and the first one would count it
                 warm = True
                 for spec in missing:
                     with or_refused({}), linked(engines[spec], *setting.request(spec, example)):
@@ -136,7 +136,7 @@ def measure_times(
         for question in missing[:1]:  # warm-up: allocations, lazy initialisation
             setting.engine(spec).ask(*setting.request(spec, chosen[question]), max_new_tokens=1)
         for question in missing:
-            engine.heads.clear()  # what stands in front of the documents is kept for all engines on a backbone
+            engine.prefixes.clear()  # what stands in front of the documents is kept for all engines on a backbone
             request = setting.request(spec, chosen[question])
             cold, cached = (engine.ask(*request, max_new_tokens=1).report.ttft_s for _ in range(2))
             journal.add({"method": spec, "made_by": name, "question": question, "cold": cold, "cached": cached})

@@ -2,7 +2,7 @@
 questions, read from one file that says where they are and how they are put to a language model.
 
     templates:
-      few-shot: {head: "...\\n\\n", document: "{text}\\n", query: "Question: {query}\\nAnswer:", stop: "\\n"}
+      few-shot: {prefix: "...\\n\\n", document: "{text}\\n", query: "Question: {query}\\nAnswer:", stop: "\\n"}
     sets:
       squad: {dataset: squad, path: squad/dev.json, template: few-shot, options: {num_documents: 4}}
 
@@ -131,7 +131,7 @@ def drop_too_long(
 class QuestionTemplate:
     """How documents and a question become a prompt."""
 
-    head: str | None = None  # plain text in front of the documents; None takes the model's chat template
+    prefix: str | None = None  # plain text in front of the documents; None takes the model's chat template
     lead: str = ""  # text in front of the documents in the user's message
     document: str | None = None  # with ``{text}`` and, optionally, ``{title}``; None is `PromptBuilder`'s own
     query: str = "{query}"
@@ -143,7 +143,7 @@ class QuestionTemplate:
             raise ValueError("a template has either prompts, a file, or lead and query of its own")
 
     def builder(self, tokenizer: Any) -> PromptBuilder:
-        return PromptBuilder(tokenizer, document_template=self.document, head=self.head, lead=self.lead)
+        return PromptBuilder(tokenizer, document_template=self.document, prefix=self.prefix, lead=self.lead)
 
 
 @dataclass(frozen=True)

@@ -27,8 +27,7 @@ def compile_segment(
     fingerprint: str,
     token_ids: Sequence[int],
     *,
-    head: int,
-    tail: int,
+    seams: tuple[int, int],
     leading: bool = False,
     front: Sequence[int] = (),
     dtype: torch.dtype = torch.float32,
@@ -36,7 +35,7 @@ def compile_segment(
     """The PICache of one segment. The caller holds the model's lock (`exclusive`).
 
     Args:
-        head, tail: tokens at either end that are recomputed whenever the segment is linked, and so are not kept. A
+        seams: tokens at its start and end that are recomputed whenever the segment is linked, and so are not kept. A
             segment that they cover is kept as token ids only.
         leading: made for the very start of a prompt, where nothing is recomputed: all of it is kept.
         front: token ids that the segment runs behind, instead of alone. Its tokens know of them; what they added to
@@ -50,7 +49,7 @@ def compile_segment(
     if not ids:
         raise ValueError("an empty segment can't be compiled: leave empty documents out")
     held = torch.tensor(ids)
-    start, end = (0, len(ids)) if leading else (head, len(ids) - tail)
+    start, end = (0, len(ids)) if leading else (seams[0], len(ids) - seams[1])
     if start >= end:
         return HybridPICache(fingerprint, held, len(ids), len(ids))
     before = [] if leading else list(front)
@@ -132,7 +131,7 @@ def restore(model: Any, pieces: Sequence[HybridPICache], length: int) -> Any:
         write_state(cache, number, columns, state)
     count_in(cache, sum(piece.num_tokens for piece in pieces))
     for number in pieces[0].attention:
-        # a head is on the device already, what a store keeps may not be
+        # a prefix is on the device already, what a store keeps may not be
         keys, values = (
             torch.cat([piece.attention[number][part].to(device) for piece in pieces], dim=1)[None] for part in (0, 1)
         )

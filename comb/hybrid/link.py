@@ -1,7 +1,7 @@
 """Links compiled segments of a hybrid backbone into an ordinary cache of transformers, from left to right.
 
-Tokens to be computed (head, seams, gaps, query) go through all layers behind what the cache holds; a compiled interior
-is jumped over: linear layers take S <- T S + S_C, full layers append its keys, re-rotated to their places,
+Tokens to be computed (prefix, seams, gaps, query) go through all layers behind what the cache holds; a compiled
+interior is jumped over: linear layers take S <- T S + S_C, full layers append its keys, re-rotated to their places,
 and its values. Every later token sees all of it by plain causality, so there is no mask, and the cache can be continued
 by ``generate()``. This is the sequential reference: one pass per run of tokens between two interiors.
 `comb.hybrid.packed` does it in one.

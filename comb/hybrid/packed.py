@@ -177,9 +177,9 @@ def _tried(model: Any, support: HybridSupport) -> Callable[..., SequentialLinker
         return SequentialLinker
     ids = made_up_tokens(model, _FRESH[-1][1] + sum(_SEGMENTS))
     fresh = [ids[first:last].tolist() for first, last in _FRESH]
-    head = max(_SEAM, support.kernel - 1)
+    seams = max(_SEAM, support.kernel - 1), _SEAM
     segments = [segment.tolist() for segment in ids[_FRESH[-1][1] :].split(_SEGMENTS)]
-    picaches = [compile_segment(model, support, "", segment, head=head, tail=_SEAM) for segment in segments]
+    picaches = [compile_segment(model, support, "", segment, seams=seams) for segment in segments]
 
     def linked(linker: Callable[..., SequentialLinker]) -> list[Tensor]:
         cache = link_segments(model, support, picaches, fresh, linker_type=linker).cache

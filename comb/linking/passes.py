@@ -80,7 +80,7 @@ def _joined(model: Any, pieces: Sequence[DecoderPICache], length: int) -> list[t
     for number in range(len(pieces[0].keys) if pieces else 0):
         pair = []
         for parts in ([piece.keys[number] for piece in pieces], [piece.values[number] for piece in pieces]):
-            near = [tensor.to(device) for tensor in parts]  # a head is there already, what a store keeps may not be
+            near = [tensor.to(device) for tensor in parts]  # a prefix is there already, what a store keeps may not be
             room = near[0].new_empty(len(near[0]), roomy_size(max(length, tokens)) - tokens, near[0].shape[-1])
             pair.append(torch.cat([*near, room], dim=1)[None])
         layers.append((pair[0], pair[1]))

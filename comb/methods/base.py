@@ -32,15 +32,15 @@ class MethodSpec:
 
 @dataclass(frozen=True)
 class LinkRequest:
-    """One row of a batch to link: ``head + PICache 1 + gap 1 + PICache 2 + ... + query``.
+    """One row of a batch to link: ``prefix + PICache 1 + gap 1 + PICache 2 + ... + query``.
 
     `gaps` holds the fresh tokens behind each PICache but the last; empty when PICaches follow each other directly.
-    `salt` separates tenants that must not share a cached head.
+    `salt` separates tenants that must not share a cached prefix.
     """
 
     picaches: Sequence[PICache]
     query_ids: Sequence[int]
-    head_ids: Sequence[int] = ()
+    prefix_ids: Sequence[int] = ()
     gaps: Sequence[Sequence[int]] = ()
     salt: str = ""
 
@@ -49,11 +49,11 @@ class LinkRequest:
 
     @property
     def fresh(self) -> list[list[int]]:
-        """The fresh tokens in front of each PICache (the head, then the gaps), and last those behind all: the query."""
+        """The fresh tokens in front of each PICache (prefix, then gaps), and last those behind all: the query."""
         if not self.picaches:
-            return [[*self.head_ids, *self.query_ids]]
+            return [[*self.prefix_ids, *self.query_ids]]
         gaps = self.gaps or [()] * (len(self.picaches) - 1)
-        return [list(ids) for ids in (self.head_ids, *gaps, self.query_ids)]
+        return [list(ids) for ids in (self.prefix_ids, *gaps, self.query_ids)]
 
 
 class Method(ABC):
@@ -139,16 +139,16 @@ class Method(ABC):
         picaches: Sequence[PICache],
         query_ids: Sequence[int],
         *,
-        head_ids: Sequence[int] = (),
+        prefix_ids: Sequence[int] = (),
         gaps: Sequence[Sequence[int]] = (),
     ) -> DecodeState:
-        """The state for head + segments + query; `gaps` are fresh tokens between the segments (`LinkRequest`).
+        """The state for prefix + segments + query; `gaps` are fresh tokens between the segments (`LinkRequest`).
 
         Raises:
             ValueError: when the prompt is empty or longer than the model's positions, or a PICache was made by
                 another model or method.
         """
-        return self.link_row(LinkRequest(picaches, query_ids, head_ids, gaps))
+        return self.link_row(LinkRequest(picaches, query_ids, prefix_ids, gaps))
 
     def link_row(self, row: LinkRequest) -> DecodeState:
         """`link` for one row; a method implements this or `link_batch`."""

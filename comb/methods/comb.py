@@ -21,9 +21,9 @@ from comb.waits import all_finite
 
 @register("comb")
 class Comb(Method):
-    """Documents as keys and values of the cross blocks; the decoder's own prompt is head + query.
+    """Documents as keys and values of the cross blocks; the decoder's own prompt is prefix + query.
 
-    With an adapter of `CombConfig.exact_prefix` the head reads no documents, and is cached as any method's.
+    With an adapter of `CombConfig.exact_prefix` the prefix reads no documents, and is cached as any method's.
 
     Position-independent by construction: segments are encoded alone from position zero, and cross-attention has no
     positions, so neither the order of the documents nor their neighbours matter.
@@ -82,22 +82,22 @@ class Comb(Method):
         return picaches
 
     def link_batch(self, rows: Sequence[LinkRequest]) -> DecodeState:
-        """Left-padded rows of the decoder's own tokens, and what they read. One row goes on from its cached head."""
+        """Left-padded rows of the decoder's own tokens, and what they read. One row goes on from its cached prefix."""
         prompts = [self._prompt(row) for row in rows]
         # the last token always reads: what is asked about documents stands behind them
-        heads = [min(len(row.head_ids), len(prompt) - 1) if row.picaches else 0
+        prefixes = [min(len(row.prefix_ids), len(prompt) - 1) if row.picaches else 0
                  for row, prompt in zip(rows, prompts, strict=True)]  # fmt: skip
-        exact = self.model.config.exact_prefix and any(heads)
-        if exact and len(rows) == 1 and heads[0] == len(rows[0].head_ids):
+        exact = self.model.config.exact_prefix and any(prefixes)
+        if exact and len(rows) == 1 and prefixes[0] == len(rows[0].prefix_ids):
             with exclusive(self.model), counted_passes() as passed:
-                past, head_tokens, _ = behind_prefix(self, rows[0], None)
+                past, prefix_tokens, _ = behind_prefix(self, rows[0], None)
                 if past is not None:
                     state = self._behind(past, prompts[0], rows[0])
-                    state.passed, state.head_tokens = state.passed + passed.tokens, head_tokens
+                    state.passed, state.prefix_tokens = state.passed + passed.tokens, prefix_tokens
                     return state
         input_ids, attention_mask = self.tensors(prompts)
         state = DecodeState(self.model, input_ids, attention_mask, recomputed=(0,) * len(rows))
-        state.prefix_tokens = heads if exact else None
+        state.prefixes = prefixes if exact else None
         return self._reading(state, rows)
 
     def why_not_continue(self) -> str:

@@ -53,10 +53,10 @@ class DecodeState:
         attention_mask: [rows, prompt tokens], 0 at padding.
         past_key_values: covers a strict prefix of `input_ids`, or None.
         documents: per row, the PICaches that COMB's decoder reads; None when there are none in any row.
-        prefix_tokens: per row, how many of its first tokens read none of them; None is none.
+        prefixes: per row, how many of its first tokens read none of them; None is none.
         recomputed: per row, document tokens that the backbone prefilled again.
         passed: tokens that have passed through the backbone while the state was made, as `counted_passes` counts them.
-        head_tokens: of the prompt's head, that were cached.
+        prefix_tokens: of the prompt's prefix, that were cached.
         uses: per row and segment, what the method did with it; None where the store's word stands.
         seconds: that stages of `link` took, where the method measures them.
         step: tokens that the model may take at once behind its cache, for scans that can't start from a state; None
@@ -68,10 +68,10 @@ class DecodeState:
     attention_mask: torch.Tensor
     past_key_values: Cache | None = None
     documents: list[list[PICache]] | None = None
-    prefix_tokens: list[int] | None = None
+    prefixes: list[int] | None = None
     recomputed: tuple[int, ...] = (0,)
     passed: float = 0.0
-    head_tokens: int = 0
+    prefix_tokens: int = 0
     uses: list[list[SegmentUse]] | None = None
     seconds: Mapping[str, float] = field(default_factory=dict)
     step: int | None = None
@@ -171,7 +171,7 @@ class DecodeState:
                     extra[cache_argument(self.model, past)] = past
                 # a cache of states takes the mask of its new tokens only
                 seen = mask[:, start + first : end] if isinstance(past, StateCache) else mask[:, :end]
-                prefix = {} if first or self.prefix_tokens is None else {"prefix_tokens": self.prefix_tokens}
+                prefix = {} if first or self.prefixes is None else {"prefix_tokens": self.prefixes}
                 outputs.append(self.model(input_ids=part, attention_mask=seen, **prefix, **extra))
         logits = torch.cat([output.logits[0].float() for output in outputs])
         check_logits(logits)
@@ -199,8 +199,8 @@ class DecodeState:
             if copies > 1:
                 repeat_rows(past, copies)
         if self.documents is not None:
-            generate_kwargs |= {"documents": self.documents, "prefix_tokens": self.prefix_tokens}
-        if past is not None or self.prefix_tokens is not None:
+            generate_kwargs |= {"documents": self.documents, "prefix_tokens": self.prefixes}
+        if past is not None or self.prefixes is not None:
             # `generate` takes chunks of the whole prompt, also behind a cache that holds it (transformers 5.19)
             generate_kwargs |= {"use_cache": True, "prefill_chunk_size": None}
         self._check_crossing(generate_kwargs)

@@ -46,7 +46,7 @@ class TokensOnly(Method):
 
 @register("full")
 class Full(TokensOnly):
-    """Prefills head + documents + query on the plain backbone, every time."""
+    """Prefills prefix + documents + query on the plain backbone, every time."""
 
     unquantizable = "keeps token ids only"
 

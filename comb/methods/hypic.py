@@ -34,12 +34,10 @@ class Hypic(TakesFront):
 
     Exact for one document at the start of a prompt, in the first linear layer for any documents, and everywhere when
     the seams cover the documents. Deeper layers of several documents drift, as their tokens didn't see each other. The
-    head is the paper's leading segment: kept whole, with the states at its end.
+    prefix is the paper's leading segment: kept whole, with the states at its end.
 
     Args:
-        w: seam tokens at either end; `head` and `tail` take precedence.
-        head: tokens recomputed at a segment's start, at least a convolution's kernel - 1 where the model has one.
-        tail: tokens recomputed at a segment's end.
+        w: seam tokens at either end; at a segment's start at least a convolution's kernel - 1 where the model has one.
         mode: the paper's ablation: ``seam`` (all of it) | ``rotation`` (no seams) | ``transition`` (nor are keys
             turned to their places) | ``addition`` (nor are transitions applied).
         compose: False leaves out transitions alone, in any mode: states are added up.
@@ -63,8 +61,6 @@ class Hypic(TakesFront):
         model: Any,
         *,
         w: int = 8,
-        head: int | None = None,
-        tail: int | None = None,
         mode: Mode = "seam",
         compose: bool = True,
         storage: str = "float32",
@@ -77,18 +73,14 @@ class Hypic(TakesFront):
             raise ValueError(f"{self.name}:storage is one of {', '.join(_STORAGE)}, got {storage!r}")
         if not isinstance(compose, bool):
             raise ValueError(f"{self.name}:compose is true or false, got {compose!r}")
-        for name, width in (("w", w), ("head", head), ("tail", tail)):
-            if width is not None:
-                TokenCount().check(f"{self.name}:{name}", width)
+        TokenCount().check(f"{self.name}:w", w)
         self.mode, self.compose, self.storage = mode, compose, storage
-        kernel, seams = self.support.kernel, mode == "seam"
-        self.head = max(w if head is None else head, kernel - 1) if seams else 0
-        self.tail = (w if tail is None else tail) if seams else 0
+        self.seams = (max(w, self.support.kernel - 1), w) if mode == "seam" else (0, 0)
         if isinstance(self.front, TrainedFront):
             raise ValueError(f"{self.name}:front is tokens: what adapters learn has no states of linear layers")
-        if self.front.token_ids and not self.head:
+        if self.front.token_ids and not self.seams[0]:
             raise ValueError(
-                f"{self.name}:front needs a seam at the start of each document (head of 1 or more, mode=seam): a "
+                f"{self.name}:front needs a seam at the start of each document (w of 1 or more, mode=seam): a "
                 "prompt that begins with one has no other beginning"
             )
 
@@ -109,7 +101,7 @@ class Hypic(TakesFront):
 
     @property
     def fingerprint(self) -> str:
-        return f"{super().fingerprint}/{self.head}+{self.tail}/{self.storage}"
+        return f"{super().fingerprint}/{self.seams[0]}+{self.seams[1]}/{self.storage}"
 
     @property
     def max_segment_tokens(self) -> int | None:
@@ -131,7 +123,7 @@ class Hypic(TakesFront):
         with exclusive(self.backbone):
             return [
                 compile_segment(
-                    self.backbone, support, fingerprint, ids, head=self.head, tail=self.tail, leading=leading,
+                    self.backbone, support, fingerprint, ids, seams=self.seams, leading=leading,
                     front=self.front.token_ids, dtype=_STORAGE[self.storage],
                 )
                 for ids in segments
@@ -147,7 +139,7 @@ class Hypic(TakesFront):
             links="states, keys and values of a hybrid", made_by="another model, or with other seams or another dtype",
         )  # fmt: skip
         with exclusive(self.backbone), counted_passes() as passed:
-            past, head_tokens, row = behind_prefix(self, row, past)
+            past, prefix_tokens, row = behind_prefix(self, row, past)
             linked = link_segments(
                 self.backbone, support, picaches, row.fresh, mode=self.mode, compose=self.compose,
                 before=() if past is None else past.token_ids, cache=None if past is None else fork_cache(past.cache),
@@ -156,7 +148,7 @@ class Hypic(TakesFront):
         input_ids, attention_mask = self.tensors([linked.token_ids])
         return DecodeState(
             self.backbone, input_ids, attention_mask, past_key_values=linked.cache, recomputed=(linked.recomputed,),
-            passed=passed.tokens, head_tokens=head_tokens, seconds=linked.seconds, step=support.step,
+            passed=passed.tokens, prefix_tokens=prefix_tokens, seconds=linked.seconds, step=support.step,
         )  # fmt: skip
 
 

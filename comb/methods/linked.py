@@ -127,12 +127,12 @@ class Linked(TakesFront):
             links="the decoder's keys and values", made_by="another model, dtype or method",
         )  # fmt: skip
         with exclusive(self.backbone), counted_passes() as passed:
-            past, head_tokens, row = behind_prefix(self, row, past)
+            past, prefix_tokens, row = behind_prefix(self, row, past)
             if past is not None and not picaches:
                 state = self.continue_tokens(past, row.fresh[-1])
             else:
                 state = self._linked(row, picaches, past)
-            state.passed, state.head_tokens = state.passed + passed.tokens, head_tokens
+            state.passed, state.prefix_tokens = state.passed + passed.tokens, prefix_tokens
             return state
 
     def _linked(self, row: LinkRequest, picaches: Sequence[DecoderPICache], past: PastState | None) -> DecodeState:

@@ -163,12 +163,12 @@ def behind_prefix(
     `past`, 0 and the whole row where an earlier turn stands there already, or nothing does, nothing would be left to
     compute, or a cache can't be gone on from. The caller holds the model's lock.
     """
-    if past is not None or not row.head_ids or not (row.picaches or row.query_ids) or method.why_not_continue():
+    if past is not None or not row.prefix_ids or not (row.picaches or row.query_ids) or method.why_not_continue():
         return past, 0, row
-    found, reused = prefixes_of(method.backbone).find(method.backbone, row.head_ids, row.salt)
+    found, reused = prefixes_of(method.backbone).find(method.backbone, row.prefix_ids, row.salt)
     documents = 0 if method.uses_encoder else sum(picache.num_tokens for picache in row.picaches)
     length = documents + sum(map(len, row.fresh))
-    return found.past(method.backbone, length), reused, replace(row, head_ids=())
+    return found.past(method.backbone, length), reused, replace(row, prefix_ids=())
 
 
 @register("prefix")
@@ -199,16 +199,16 @@ class PrefixMethod(TokensOnly):
         segments, fresh = [token_ids(picache) for picache in row.picaches], row.fresh
         self.check_prompt(sum(map(len, segments)), sum(map(len, fresh)))
         # the last token is always computed anew: its logits are what decoding starts from
-        head = list(row.head_ids) if segments or row.query_ids else []
+        prefix = list(row.prefix_ids) if segments or row.query_ids else []
         pieces = [gap + segment for gap, segment in zip([[], *fresh[1:-1]], segments, strict=False)]
-        tail = fresh[-1] if segments or not head else list(row.query_ids)
-        prompt = [*head, *chain.from_iterable(pieces), *tail]
+        tail = fresh[-1] if segments or not prefix else list(row.query_ids)
+        prompt = [*prefix, *chain.from_iterable(pieces), *tail]
         input_ids, attention_mask = self.tensors([prompt])
         state, uses = DecodeState(self.backbone, input_ids, attention_mask), list[SegmentUse]()
         with exclusive(self.backbone), counted_passes() as passed:
             found, known = Prefix(), prefixes_of(self.backbone)
-            if head:
-                found, state.head_tokens = known.find(self.backbone, head, row.salt)
+            if prefix:
+                found, state.prefix_tokens = known.find(self.backbone, prefix, row.salt)
             for piece in pieces if tail else pieces[:-1]:
                 before = found.nbytes
                 found, reused = known.find(self.backbone, [*found.token_ids, *piece], row.salt)

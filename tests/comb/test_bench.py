@@ -267,7 +267,7 @@ def test_methods_command(folder: Path, tmp_path: Path) -> None:
 def test_files_of_ones_own_are_sets_beside_each_other(folder: Path, tmp_path: Path) -> None:
     model = tmp_path / "model"
     shutil.copytree(folder / "model", model)
-    data = {"head": "Read. ", "stop": ";", "query_template": "Q: {query}"}
+    data = {"prefix": "Read. ", "stop": ";", "query_template": "Q: {query}"}
     (model / "training.json").write_text(json.dumps({"config": {"data": data}}))
     other = tmp_path / "rows"
     other.mkdir()

@@ -39,7 +39,7 @@ METHODS = ("full", "prefix", "naive", "naive@fixed:8", "legolink:64", "comb", "n
 def setting() -> Setting:
     """With few-shot text in front."""
     tokenizer = byte_tokenizer()
-    return Setting(strong_llama(), tokenizer, PromptBuilder(tokenizer, head="Q: a? A: b\n"), "Q: {query} A:")
+    return Setting(strong_llama(), tokenizer, PromptBuilder(tokenizer, prefix="Q: a? A: b\n"), "Q: {query} A:")
 
 
 @pytest.fixture(scope="module")
@@ -113,7 +113,7 @@ def test_the_head_counts_for_no_method(setting: Setting, examples: list[Example]
     for _ in range(2):
         computed.append([row["computed"] for row in journalled(setting, examples[:2], ["naive", "legolink:2"], 2)])
         if not computed[1:]:
-            setting.engine("naive").heads.clear()
+            setting.engine("naive").prefixes.clear()
     assert computed[0] == computed[1]
     naive, lego = computed[0][::2], computed[0][1::2]
     assert [more - less for less, more in zip(naive, lego, strict=True)] == [4, 4]
@@ -324,7 +324,7 @@ def test_what_an_older_version_or_another_adapter_was_asked_is_asked_again(
 
 CONFIG = """
 templates:
-  few: {head: "Q: a? A: b\\n", document: "{text}\\n", query: "Q: {query} A:", stop: "\\n"}
+  few: {prefix: "Q: a? A: b\\n", document: "{text}\\n", query: "Q: {query} A:", stop: "\\n"}
 sets:
   facts: {dataset: jsonl, path: data.jsonl, template: few, split: all, max_new_tokens: 3}
   again: {dataset: jsonl, path: data.jsonl, template: few, split: all, max_new_tokens: 3}
@@ -430,7 +430,7 @@ def test_a_file_without_the_prompt_is_named(tmp_path: Path, prompts: str | None,
 def test_the_command_asks_by_a_file_of_prompts(folder: Path) -> None:
     (folder / "prompts.json").write_text(json.dumps({"p": "Read.\n{context}\nQ: {input}\nA:"}))
     (folder / "official.yaml").write_text(
-        "templates: {official: {prompts: prompts.json, head: 'H. '}}\n"
+        "templates: {official: {prompts: prompts.json, prefix: 'H. '}}\n"
         "sets: {facts: {dataset: jsonl, path: data.jsonl, split: all, template: official, prompt: p}}\n"
     )
     own = {"config": folder / "official.yaml", "out": folder / "official.json", "methods": "naive", "questions": 2}

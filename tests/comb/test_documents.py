@@ -72,7 +72,7 @@ def test_documents_stand_in_front_of_the_first_user_message() -> None:
     segments = [builder.segment("one"), builder.segment(Document("two"))]
     prompt = builder.build("why?", segments)
     assert tokenizer.decode(prompt.flat) == "<|user|>one\ntwo\nwhy?<|assistant|>"
-    assert prompt.head == ids(tokenizer, "<|user|>")
+    assert prompt.prefix == ids(tokenizer, "<|user|>")
     messages = [
         {"role": "system", "content": "Be brief."}, {"role": "user", "content": "a?"},
         {"role": "assistant", "content": "b"}, {"role": "user", "content": "c?"},
@@ -117,13 +117,13 @@ def test_threads_share_a_tokenizer() -> None:
 
 def test_a_lead_stands_in_front_of_the_documents() -> None:
     tokenizer = byte_tokenizer()
-    for head in (None, "Head. "):
-        builder = PromptBuilder(tokenizer, head=head, lead="Read <|end|>.\n")
+    for prefix in (None, "Head. "):
+        builder = PromptBuilder(tokenizer, prefix=prefix, lead="Read <|end|>.\n")
         prompt = builder.build("why?", [builder.segment("one")])
         text = tokenizer.decode(prompt.flat)
-        assert text.endswith("Read <|end|>.\none\nwhy?" + ("" if head else "<|assistant|>"))
+        assert text.endswith("Read <|end|>.\none\nwhy?" + ("" if prefix else "<|assistant|>"))
         assert prompt.query == builder.build("why?").query
-        plain = PromptBuilder(tokenizer, head=head).build("why?", [builder.segment("one")])
+        plain = PromptBuilder(tokenizer, prefix=prefix).build("why?", [builder.segment("one")])
         assert len(prompt.flat) == len(plain.flat) + len("Read .\n") + 1
 
 
@@ -140,7 +140,7 @@ def test_raw_text_is_completed_without_a_chat_template() -> None:
     chatty, plain = byte_tokenizer(), byte_tokenizer(chat_template=None)
     for tokenizer in (chatty, plain):
         prompt = PromptBuilder(tokenizer).complete("Q <|end|>", [(1, 2)])
-        assert (prompt.head, prompt.segments) == ((), ((1, 2),))
+        assert (prompt.prefix, prompt.segments) == ((), ((1, 2),))
         assert prompt.tail == PromptBuilder(plain).build("Q <|end|>").flat == ids(plain, "Q <|end|>")
     assert PromptBuilder(chatty).build("Q").tail != PromptBuilder(chatty).complete("Q").tail
     with pytest.raises(ValueError, match="empty"):
@@ -149,10 +149,10 @@ def test_raw_text_is_completed_without_a_chat_template() -> None:
         PromptBuilder(plain).build([{"role": "user", "content": "why?"}])
     assert PromptBuilder(chatty).answer("yes") == (*ids(chatty, "yes"), chatty.eos_token_id)
     tokenizer = byte_tokenizer(chat_template=None, bos_token="<|bos|>")
-    assert PromptBuilder(tokenizer).build("a").head == ()
+    assert PromptBuilder(tokenizer).build("a").prefix == ()
     bos = tokenizer.bos_token_id
     tokenizer.backend_tokenizer.post_processor = TemplateProcessing("<|bos|> $A", special_tokens=[("<|bos|>", bos)])
-    assert PromptBuilder(tokenizer).build("a").head == (bos,)  # where the tokenizer adds it
+    assert PromptBuilder(tokenizer).build("a").prefix == (bos,)  # where the tokenizer adds it
 
 
 @pytest.mark.parametrize(
@@ -253,7 +253,7 @@ def test_messages_are_laid_out_as_written() -> None:
     )
     assert prompt.segments == (a, c, b)
     assert [tokenizer.decode(gap) for gap in prompt.gaps] == ["<|user|>", "Given "]
-    assert prompt.query == (*prompt.head, *prompt.gaps[0], *prompt.gaps[1], *prompt.tail)
+    assert prompt.query == (*prompt.prefix, *prompt.gaps[0], *prompt.gaps[1], *prompt.tail)
 
 
 @pytest.mark.parametrize("spec", SPECS)

@@ -49,10 +49,10 @@ QUERY = ids(6, 4)
 PRIMER = ids(21, 5)
 
 
-def compiled(model: Any, segments: Sequence[list[int]], head: int, tail: int, **options: Any) -> list[HybridPICache]:
+def compiled(model: Any, segments: Sequence[list[int]], first: int, last: int, **options: Any) -> list[HybridPICache]:
     with exclusive(model):
         support = find_hybrid_support(model)
-        return [compile_segment(model, support, "f", s, head=head, tail=tail, **options) for s in segments]
+        return [compile_segment(model, support, "f", s, seams=(first, last), **options) for s in segments]
 
 
 def linked(model: Any, picaches: Sequence[HybridPICache], query: list[int] = QUERY, **options: Any) -> LinkedPrompt:
@@ -134,13 +134,14 @@ def test_behind_its_front_a_document_is_full_recompute(name: str) -> None:
     (picache,) = picaches
     assert picache.num_tokens == len(A)
 
-    def linked_behind(head: list[int]) -> float:
-        return error(method.link(picaches, QUERY, head_ids=head).logits, logits(model, "full", [A], head_ids=head))
+    def linked_behind(prefix: list[int]) -> float:
+        reference = logits(model, "full", [A], prefix_ids=prefix)
+        return error(method.link(picaches, QUERY, prefix_ids=prefix).logits, reference)
 
     assert linked_behind(PRIMER) < EXACT
     assert linked_behind(ids(21, 6)) > 20 * EXACT
-    reference = logits(model, "full", [A], head_ids=PRIMER)
-    assert error(logits(model, "hypic:1", [A], head_ids=PRIMER), reference) > 20 * EXACT
+    reference = logits(model, "full", [A], prefix_ids=PRIMER)
+    assert error(logits(model, "hypic:1", [A], prefix_ids=PRIMER), reference) > 20 * EXACT
     (leading,) = method.compile([A], leading=True)  # what stands at the start stands behind nothing
     assert error(method.link([leading], QUERY).logits, logits(model, "full", [A])) < EXACT
 
@@ -148,23 +149,23 @@ def test_behind_its_front_a_document_is_full_recompute(name: str) -> None:
 KERNELS = {"qwen3_next": 4, "bamba": 4, "kimi_linear": 4, "jamba": 4, "minimax": 1}  # none is of one token
 
 
-@pytest.mark.parametrize(("name", "head"), [(name, head) for name in KERNELS for head in range(KERNELS[name])])
-def test_the_convolution_needs_its_warm_up(name: str, head: int) -> None:
+@pytest.mark.parametrize(("name", "w"), [(name, w) for name in KERNELS for w in range(KERNELS[name])])
+def test_the_convolution_needs_its_warm_up(name: str, w: int) -> None:
     """P2: exact from kernel - 1 tokens on, and not below."""
     model, least = model_of(name), KERNELS[name] - 1
-    row = compiled(model, [A, B, C], head, 0)
+    row = compiled(model, [A, B, C], w, 0)
     exact = full_states(model, A + B + C + QUERY[:-1])[0]
     found = error(states_in(model, linked(model, row).cache)[0], exact)
-    assert found < EXACT if head == least else found > 100 * EXACT
-    method: Any = methods.create(f"hypic:head={head},tail=0", model)
-    assert method.head == least
+    assert found < EXACT if w == least else found > 100 * EXACT
+    method: Any = methods.create(f"hypic:{w}", model)
+    assert method.seams == (least, w)
 
 
 @pytest.mark.parametrize("name", MODELS)
 def test_seams_that_cover_the_documents_are_full_recompute(name: str) -> None:
-    """P3, with a head and gaps. The control: seams of 8 tokens are not."""
+    """P3, with a prefix and gaps. The control: seams of 8 tokens are not."""
     model = model_of(name)
-    extra: dict[str, Any] = {"head_ids": ids(5, 7), "gaps": [ids(2, 8), []]}
+    extra: dict[str, Any] = {"prefix_ids": ids(5, 7), "gaps": [ids(2, 8), []]}
     reference = logits(model, "full", [A, B, C], **extra)
     assert error(logits(model, "hypic:21", [A, B, C], **extra), reference) < EXACT
     assert error(logits(model, "hypic", [A, B, C], **extra), reference) > 20 * EXACT
@@ -323,11 +324,11 @@ def test_short_segments(count: int) -> None:
     assert error(states_in(model, linked(model, row).cache)[0], exact[0]) < EXACT
 
 
-@pytest.mark.parametrize("tail", [0, 8])
+@pytest.mark.parametrize("w", [0, 8])
 @pytest.mark.parametrize("name", ["qwen3_next", "falcon_h1", "jamba", "minimax"])
-def test_a_prompt_may_end_with_a_document(name: str, tail: int) -> None:
+def test_a_prompt_may_end_with_a_document(name: str, w: int) -> None:
     model = model_of(name)
-    method = methods.create(f"hypic:head=8,tail={tail}", model)
+    method = methods.create(f"hypic:{w}", model)
     ours = method.link(method.compile([A]), [])
     assert error(ours.logits, logits(model, "full", [A], [])) < EXACT
-    assert ours.recomputed_tokens == (16 if tail else len(A))
+    assert ours.recomputed_tokens == (16 if w else len(A))

@@ -106,17 +106,17 @@ def test_modes_leave_out_what_their_names_say() -> None:
     assert torch.equal(*(logits(still, f"hypic:mode={mode}", [A, B]) for mode in ("transition", "rotation")))
 
 
-def test_seam_widths_are_two_parameters() -> None:
+def test_seams_are_as_wide_as_asked_for_and_as_the_convolution() -> None:
     model = model_of("qwen3_next")
-    widths = {"hypic": (8, 8), "hypic:4": (4, 4), "hypic:0": (3, 0), "hypic:head=16,tail=0": (16, 0),
-              "hypic:2,tail=5": (3, 5), "addition": (0, 0), "hypic:mode=rotation": (0, 0)}  # fmt: skip
+    widths = {"hypic": (8, 8), "hypic:4": (4, 4), "hypic:0": (3, 0), "hypic:2": (3, 2), "addition": (0, 0),
+              "hypic:mode=rotation": (0, 0)}  # fmt: skip
     for spec, expected in widths.items():
         method: Any = methods.create(spec, model)
-        assert (method.head, method.tail) == expected
+        assert method.seams == expected
         (picache,) = method.compile([A])
         assert (picache.start, len(A) - picache.end) == expected
-    state = methods.create("hypic:head=5,tail=2", model)
-    assert state.link(state.compile([A, B]), QUERY).recomputed_tokens == 14
+    state = methods.create("hypic:2", model)
+    assert state.link(state.compile([A, B]), QUERY).recomputed_tokens == 10
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
@@ -204,7 +204,7 @@ def test_picaches_of_others() -> None:
         with pytest.raises(ValueError, match="another model, or with other seams"):
             method.link(other.compile([A]), QUERY)
     leading = method.compile([A], leading=True)
-    for row in ({"head_ids": [5]}, {}):
+    for row in ({"prefix_ids": [5]}, {}):
         with pytest.raises(ValueError, match="made for the start of a prompt"):
             method.link([*method.compile([B]), *leading] if not row else leading, QUERY, **row)
     with pytest.raises(ValueError, match="the prompt is empty"):
@@ -280,10 +280,10 @@ def test_info_counts_a_segments_bytes(name: str) -> None:
     rows = describe_hybrid(model_of(name))
     fixed, per_token = (int(rows["cache per segment"].split(text)[index].strip().split()[place].replace(",", ""))
                         for text, index, place in ((" bytes", 0, -1), (" and ", 1, 0)))  # fmt: skip
-    method = methods.create("hypic:head=5,tail=0", model_of(name))
+    method = methods.create("hypic:4", model_of(name))
     picache = method.compile([A])[0]
     own = picache.tensors()["interior"].nbytes + picache.tensors()["token_ids"].nbytes
-    assert picache.nbytes - own == fixed + per_token * (len(A) - 5)
+    assert picache.nbytes - own == fixed + per_token * (len(A) - 8)
     assert describe_hybrid(tiny("llama")) == {}
 
 

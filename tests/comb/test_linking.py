@@ -38,7 +38,7 @@ UNSEEN = ("bloom", "falcon", "falcon_alibi", "gptj", "mpt")  # whose attention c
 EVERYTHING = ("legolink:99", "attnlink:98", "cacheblend:1.0")
 EXACT_FOR_ONE = ("naive", "legolink:0", "legolink:2", "attnlink:4", "cacheblend:0.3", *EVERYTHING)
 
-HEAD, GAPS, QUERY = [5, 6, 7], [[8], [9, 10]], [90, 17, 33, 41, 12]
+PREFIX, GAPS, QUERY = [5, 6, 7], [[8], [9, 10]], [90, 17, 33, 41, 12]
 FRONT = [3, 41, 17, 8, 99, 23]
 _generator = torch.Generator().manual_seed(1)
 DOCUMENTS = [torch.randint(3, 120, (n,), generator=_generator).tolist() for n in (11, 7, 13)]
@@ -55,12 +55,12 @@ def link(
     documents: Any = DOCUMENTS,
     *,
     query: Any = QUERY,
-    head: Any = (),
+    prefix: Any = (),
     gaps: Any = (),
     **options: Any,
 ) -> Any:
     method = methods.create(spec, model, **options)
-    return method.link(method.compile(documents), query, head_ids=head, gaps=gaps)
+    return method.link(method.compile(documents), query, prefix_ids=prefix, gaps=gaps)
 
 
 def error(left: Tensor, right: Tensor) -> float:
@@ -76,7 +76,7 @@ def test_recomputing_everything_is_full_prefill(family: str) -> None:
     # a model of its own, and the shorter prompt first: dynamic rotary embeddings keep the reach of the longest they saw
     model, tokens = tiny(family, std=0.15), sum(map(len, DOCUMENTS))
     front: dict[str, Any] = {"primed:13": {"front": FRONT}}
-    for around in ({}, {"head": HEAD, "gaps": GAPS}):
+    for around in ({}, {"prefix": PREFIX, "gaps": GAPS}):
         reference = link(model, "full", **around).logits
         for spec in (*EVERYTHING, "primed:13", *(() if family in UNSEEN else ("focus:1.0",))):
             state = link(model, spec, **around, **front.get(spec, {}))
@@ -108,7 +108,7 @@ def test_the_one_pass_equals_run_by_run(family: str) -> None:
     if support.masks is None:
         return
     picaches = methods.create("naive", model).compile(DOCUMENTS)
-    spans, tokens, length = spans_of(DOCUMENTS, HEAD, QUERY)
+    spans, tokens, length = spans_of(DOCUMENTS, PREFIX, QUERY)
     rows = torch.tensor([0, 1, 2, 5, 6, 14, 15, 20, 27, 34, 35, 36, 37, 38])
 
     def passed(masks: Masks | None, unread: float) -> list[Tensor]:
@@ -180,7 +180,7 @@ def test_nothing_sees_what_comes_later(family: str, spec: str, monkeypatch: pyte
 
         with monkeypatch.context() as patched:
             patched.setattr(PromptLayout, "run", run)
-            method.link(method.compile([*DOCUMENTS[:2], last]), query, head_ids=HEAD)
+            method.link(method.compile([*DOCUMENTS[:2], last]), query, prefix_ids=PREFIX)
         kept.append([tensor.clone() for tensor in held(caches[-1], before)])
     for left, right in zip(*kept, strict=True):
         assert error(left, right) < 1e-5
@@ -197,10 +197,10 @@ def test_nothing_sees_what_comes_later(family: str, spec: str, monkeypatch: pyte
 def test_portions_change_nothing(
     family: str, spec: str, query: list[int], limits: dict[str, int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    whole = link(model_of(family), spec, query=query, head=HEAD)
+    whole = link(model_of(family), spec, query=query, prefix=PREFIX)
     for name, value in limits.items():
         monkeypatch.setattr(f"comb.linking.passes.{name}", value)
-    portions = link(model_of(family), spec, query=query, head=HEAD)
+    portions = link(model_of(family), spec, query=query, prefix=PREFIX)
     assert portions.recomputed == whole.recomputed
     assert error(portions.logits, whole.logits) < 1e-5
 
@@ -212,11 +212,11 @@ def test_embeddings_that_depend_on_the_length(family: str, monkeypatch: pytest.M
     support = find_support(model)
     assert support.positions.limit == 32
     for documents in (DOCUMENTS, DOCUMENTS[:1], DOCUMENTS):
-        reference = link(model, "full", documents, head=HEAD).logits
-        assert error(link(model, "legolink:99", documents, head=HEAD).logits, reference) < 1e-4
+        reference = link(model, "full", documents, prefix=PREFIX).logits
+        assert error(link(model, "legolink:99", documents, prefix=PREFIX).logits, reference) < 1e-4
         with monkeypatch.context() as patched:
             patched.setattr("comb.linking.passes._MAX_ROWS", 4)  # in portions, none of which is as long as the prompt
-            assert error(link(model, "cacheblend:1.0", documents, head=HEAD).logits, reference) < 1e-4
+            assert error(link(model, "cacheblend:1.0", documents, prefix=PREFIX).logits, reference) < 1e-4
     # and what is only moved gets the frequencies of the long prompt
     short, long = (support.positions.sources[0].turns(torch.tensor([5]), length)[0] for length in (8, 120))
     assert not torch.equal(short, long)
@@ -253,7 +253,7 @@ def test_cacheblend_chooses_by_deviation_from_the_right_keys_and_values() -> Non
     model, method = model_of("qwen3"), methods.create("cacheblend:0.25", model_of("qwen3"))
     assert isinstance(method, Linked)
     picaches = method.compile(DOCUMENTS)
-    spans, tokens, length = spans_of(DOCUMENTS, HEAD, QUERY)
+    spans, tokens, length = spans_of(DOCUMENTS, PREFIX, QUERY)
     right = DynamicCache()
     with torch.no_grad():
         model(input_ids=tokens[None], past_key_values=right, use_cache=True)
@@ -268,7 +268,7 @@ def test_cacheblend_chooses_by_deviation_from_the_right_keys_and_values() -> Non
     inner = method.rule.choose
     note = lambda *a, **k: chosen.append(inner(*a, **k)) or chosen[-1]  # noqa: E731
     method.__dict__["rule"] = replace(method.rule, choose=note)
-    state = method.link(picaches, QUERY, head_ids=HEAD)
+    state = method.link(picaches, QUERY, prefix_ids=PREFIX)
     assert chosen == [expected]
     assert state.recomputed == (8,)
     # layer 0 and the keys of layer 1 are exact for every token, chosen or not
@@ -280,7 +280,7 @@ def test_cacheblend_chooses_by_deviation_from_the_right_keys_and_values() -> Non
 
 def test_naive_without_rotation_is_something_else() -> None:
     model = model_of("llama")
-    turned, unturned = (link(model, spec, head=HEAD).logits for spec in ("naive", "naive:rotate=false"))
+    turned, unturned = (link(model, spec, prefix=PREFIX).logits for spec in ("naive", "naive:rotate=false"))
     assert error(unturned, turned) > 1e-3
     alone = link(model, "naive:rotate=false", DOCUMENTS[:1]).logits
     assert error(alone, link(model, "full", DOCUMENTS[:1]).logits) < 1e-4  # at position zero there is nothing to turn
@@ -305,12 +305,12 @@ def test_generation_from_a_linked_cache_equals_generation_from_scratch() -> None
     for family in ("llama", "gemma3", "mistral", "deepseek_v3", "bloom"):
         model = model_of(family)
         settings = {"max_new_tokens": 150, "do_sample": False, "eos_token_id": None, "pad_token_id": 0}
-        state = link(model, "legolink:99", head=HEAD)
-        expected = link(model, "full", head=HEAD).generate(**settings)
+        state = link(model, "legolink:99", prefix=PREFIX)
+        expected = link(model, "full", prefix=PREFIX).generate(**settings)
         assert torch.equal(state.generate(**settings), expected), family
         assert torch.equal(state.generate(**settings), expected), f"{family}: the state changed"
         beams = {**settings, "num_beams": 3, "num_return_sequences": 2, "max_new_tokens": 8}
-        assert torch.equal(state.generate(**beams), link(model, "full", head=HEAD).generate(**beams)), family
+        assert torch.equal(state.generate(**beams), link(model, "full", prefix=PREFIX).generate(**beams)), family
 
 
 def test_only_one_fork_writes_into_the_room() -> None:
@@ -351,24 +351,24 @@ def test_keys_are_turned_in_float32_and_rounded_once() -> None:
 def test_bfloat16_models_link() -> None:
     for family in ("llama", "gemma3", "deepseek_v3"):
         model = tiny(family, std=0.1).to(torch.bfloat16)
-        reference = link(model, "full", head=HEAD).logits
-        assert error(link(model, "legolink:99", head=HEAD).logits, reference) < 6e-2, family
+        reference = link(model, "full", prefix=PREFIX).logits
+        assert error(link(model, "legolink:99", prefix=PREFIX).logits, reference) < 6e-2, family
 
 
 def test_eager_attention_and_another_implementation() -> None:
     from transformers.modeling_utils import AttentionInterface
 
-    reference = link(model_of("gemma2"), "legolink:3", head=HEAD).logits
+    reference = link(model_of("gemma2"), "legolink:3", prefix=PREFIX).logits
     eager = tiny("gemma2", std=0.15)
     eager.set_attn_implementation("eager")
-    softcap = link(eager, "full", head=HEAD).logits  # eager applies the soft cap that sdpa leaves out
-    assert error(link(eager, "legolink:99", head=HEAD).logits, softcap) < 1e-4
+    softcap = link(eager, "full", prefix=PREFIX).logits  # eager applies the soft cap that sdpa leaves out
+    assert error(link(eager, "legolink:99", prefix=PREFIX).logits, softcap) < 1e-4
     AttentionInterface.register("takes_no_mask", lambda *args, **kwargs: pytest.fail("a pass went through it"))
     other = tiny("gemma2", std=0.15)
     other.config._attn_implementation = "takes_no_mask"
     with masked_attention(other):
         assert other.config._attn_implementation == "sdpa"
-        assert error(link(other, "legolink:3", head=HEAD).logits, reference) < 1e-5
+        assert error(link(other, "legolink:3", prefix=PREFIX).logits, reference) < 1e-5
     assert other.config._attn_implementation == "takes_no_mask"
 
 
@@ -462,8 +462,8 @@ def test_rows_of_a_pass_may_differ_by_rounding() -> None:
             find_positions(model)
 
 
-def spans_of(documents: Any, head: Any, query: Any) -> tuple[list[Span], Tensor, int]:
-    tokens, spans = list(head), []
+def spans_of(documents: Any, prefix: Any, query: Any) -> tuple[list[Span], Tensor, int]:
+    tokens, spans = list(prefix), []
     for document in documents:
         spans.append(Span(len(tokens), len(document), first=not tokens))
         tokens += document

@@ -19,7 +19,7 @@ from comb.backbones.tokenizer import PASSAGE
 from comb.engine.engine import PICEngine
 from comb.linking.support import find_support
 from comb.methods.linked import Linked, PromptLayout
-from tests.comb.test_linking import DOCUMENTS, FRONT, HEAD, QUERY, UNSEEN, error, link, model_of, spans_of
+from tests.comb.test_linking import DOCUMENTS, FRONT, PREFIX, QUERY, UNSEEN, error, link, model_of, spans_of
 from tests.helpers.byte_text import byte_llama, byte_tokenizer
 from tests.helpers.families import tiny
 
@@ -40,7 +40,7 @@ def test_seams_come_first_where_documents_are_compiled_alone(options: dict[str, 
     for seams in ({}, {"seam": seam}, {"seam": 4 - seam}):
         method = methods.create("focus:0.2", model_of("llama"), **{**options, **seams})
         noted = recorded(method)
-        method.link(method.compile(DOCUMENTS), QUERY, head_ids=HEAD)
+        method.link(method.compile(DOCUMENTS), QUERY, prefix_ids=PREFIX)
         chosen += noted
     assert chosen[0] == chosen[1]
     assert (chosen[1] == chosen[2]) == (seam == 2)
@@ -50,14 +50,14 @@ def test_seams_come_first_where_documents_are_compiled_alone(options: dict[str, 
 def test_the_chosen_are_those_that_the_query_looks_at(family: str) -> None:
     """Against the weights that eager attention returns, over an ordinary cache with the naively linked documents."""
     model = model_of(family)
-    spans, _, length = spans_of(DOCUMENTS, HEAD, QUERY)
+    spans, _, length = spans_of(DOCUMENTS, PREFIX, QUERY)
     paid = attention_of_query(model)
     documents = torch.tensor([position for span in spans for position in range(span.start, span.end)])
     seams = {position for span in spans for position in (span.start, span.start + 1)}
     for seam, expected in ((0, {*documents[paid[documents].topk(8).indices].tolist()}), (2, seams)):
         method = methods.create(f"focus:0.25,seam={seam}", model)
         chosen = recorded(method)
-        state = method.link(method.compile(DOCUMENTS), QUERY, head_ids=HEAD)
+        state = method.link(method.compile(DOCUMENTS), QUERY, prefix_ids=PREFIX)
         assert state.recomputed == (8,)
         assert {*chosen[0]} >= expected if seam else {*chosen[0]} == expected
     assert paid[documents].topk(8).values[-1] > 1.001 * paid[documents].topk(9).values[-1]  # no close call decides
@@ -66,9 +66,9 @@ def test_the_chosen_are_those_that_the_query_looks_at(family: str) -> None:
 
 def attention_of_query(model: Any) -> Tensor:
     """Attention [N] by the query's tokens, over layers and heads, behind the naive method's cache of the documents."""
-    state = link(model, "naive", head=HEAD)
+    state = link(model, "naive", prefix=PREFIX)
     before = DynamicCache()
-    width = sum(map(len, (HEAD, *DOCUMENTS)))
+    width = sum(map(len, (PREFIX, *DOCUMENTS)))
     for number, layer in enumerate(state.past_key_values.layers):
         before.update(layer.keys[:, :, :width], layer.values[:, :, :width], number)
     model.set_attn_implementation("eager")
@@ -117,9 +117,9 @@ def test_a_segment_is_what_it_is_behind_the_front(spec: str, given: Any, front: 
     assert torch.allclose(picache.keys[1], behind.layers[1].keys[0, :, len(front) :], atol=1e-6)
     assert picache.num_tokens == len(DOCUMENTS[0])
     # where the prompt really has the front in front, one document is exact
-    reference = logits(methods.create("full", model), DOCUMENTS[:1], head_ids=front)
-    assert error(logits(method, DOCUMENTS[:1], head_ids=front), reference) < 1e-4
-    assert error(logits(method, DOCUMENTS[:1], head_ids=HEAD), reference) > 1e-3
+    reference = logits(methods.create("full", model), DOCUMENTS[:1], prefix_ids=front)
+    assert error(logits(method, DOCUMENTS[:1], prefix_ids=front), reference) < 1e-4
+    assert error(logits(method, DOCUMENTS[:1], prefix_ids=PREFIX), reference) > 1e-3
 
 
 def test_a_prompt_that_begins_with_a_document_has_its_own_sink() -> None:
@@ -135,7 +135,7 @@ def test_a_prompt_that_begins_with_a_document_has_its_own_sink() -> None:
         own, right = state.past_key_values.layers[layer].keys[0], exact.layers[layer].keys[0]
         assert torch.allclose(own[:, 0], right[:, 0], atol=1e-5)
     assert not torch.allclose(own[:, 1], right[:, 1], atol=1e-3)
-    assert method.link(picaches, QUERY, head_ids=HEAD).recomputed == (0,)  # the head has it
+    assert method.link(picaches, QUERY, prefix_ids=PREFIX).recomputed == (0,)  # the prefix has it
 
 
 @pytest.mark.parametrize("spec", ["naive", "legolink:2", "attnlink:4", "cacheblend:0.3", "focus:0.3", "legolink-0"])
@@ -144,7 +144,7 @@ def test_every_choice_of_tokens_takes_a_front_and_shares_its_documents(spec: str
     method, other = primed(model, spec), primed(model)
     assert method.fingerprint == other.fingerprint
     assert method.compile_name == other.compile_name == Linked.compile_name
-    method.link(other.compile(DOCUMENTS), QUERY, head_ids=HEAD)
+    method.link(other.compile(DOCUMENTS), QUERY, prefix_ids=PREFIX)
     with pytest.raises(ValueError, match="another model, dtype or method"):
         method.link(methods.create(spec, model).compile(DOCUMENTS), QUERY)
     with pytest.raises(ValueError, match="another model, dtype or method"):
@@ -155,7 +155,7 @@ def test_without_a_front_nothing_changes() -> None:
     model = model_of("llama")
     assert methods.create("naive", model, front="none").fingerprint == methods.create("naive", model).fingerprint
     off = methods.create("primed:3", model, front="none")
-    assert torch.equal(logits(off, head_ids=HEAD), logits(methods.create("legolink:3", model), head_ids=HEAD))
+    assert torch.equal(logits(off, prefix_ids=PREFIX), logits(methods.create("legolink:3", model), prefix_ids=PREFIX))
 
 
 def test_the_passage_is_tokenised_by_the_engine(tmp_path: Path) -> None:

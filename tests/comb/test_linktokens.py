@@ -25,7 +25,7 @@ from tests.helpers.families import tiny
 pytestmark = pytest.mark.usefixtures("one_thread")
 
 LINK = [40, 41, 42]
-HEAD, GAPS, QUERY, ANSWER = [1, 5], [[60], []], [7, 8, 9], [50, 51]
+PREFIX, GAPS, QUERY, ANSWER = [1, 5], [[60], []], [7, 8, 9], [50, 51]
 DOCUMENTS = [[11, 12, 13, 14, 15], [21, 22, 23], [31, 32, 33, 34]]
 FAMILIES = ("llama", "qwen3", "gemma2", "gemma3", "mistral", "deepseek_v3", "yarn", "gptj", "cohere2", "bloom")
 
@@ -37,15 +37,15 @@ def adapter(family: str = "llama", **options: Any) -> LinkTokensForCausalLM:
 
 def link(model: Any, method: str, documents: list[list[int]], spec: str = "") -> DecodeState:
     made = methods.create(method + spec, model)
-    return made.link(made.compile(documents), QUERY, head_ids=HEAD, gaps=GAPS)
+    return made.link(made.compile(documents), QUERY, prefix_ids=PREFIX, gaps=GAPS)
 
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_one_document_behind_a_head_that_the_link_tokens_are_is_full_recompute(family: str) -> None:
     model = adapter(family)
-    for head, same in ((LINK, True), (LINK[::-1], False)):
+    for prefix, same in ((LINK, True), (LINK[::-1], False)):
         found, full = (
-            made.link(made.compile(DOCUMENTS[:1]), QUERY, head_ids=head).answer_logits(ANSWER)
+            made.link(made.compile(DOCUMENTS[:1]), QUERY, prefix_ids=prefix).answer_logits(ANSWER)
             for made in (methods.create("linktokens", model), methods.create("full", model))
         )
         assert torch.allclose(found, full, rtol=1e-4, atol=2e-5) == same
@@ -67,7 +67,7 @@ def test_rows_in_training_are_what_is_linked(family: str) -> None:
     """Several rows with other numbers of documents, padded; with gradients for what is learned alone."""
     model = adapter(family)
     documents = [DOCUMENTS, DOCUMENTS[:1]]
-    prompts = [Prompt(tuple(HEAD), tuple(map(tuple, row)), tuple(QUERY)) for row in documents]
+    prompts = [Prompt(tuple(PREFIX), tuple(map(tuple, row)), tuple(QUERY)) for row in documents]
     longest = max(len(prompt.flat) for prompt in prompts) + len(ANSWER)
     ids, segments = torch.zeros(2, longest, dtype=torch.long), torch.full((2, longest), -1)
     for row, prompt in enumerate(prompts):
@@ -79,10 +79,10 @@ def test_rows_in_training_are_what_is_linked(family: str) -> None:
     method = methods.create("linktokens", model)
     for row, prompt in enumerate(prompts):
         last = len(prompt.flat) - 1
-        linked = method.link(method.compile(prompt.segments), QUERY, head_ids=HEAD).answer_logits(ANSWER)
+        linked = method.link(method.compile(prompt.segments), QUERY, prefix_ids=PREFIX).answer_logits(ANSWER)
         torch.testing.assert_close(logits[row, last : last + 2].float(), linked, rtol=1e-4, atol=1e-5)
         with torch.no_grad():
-            alone = model(torch.tensor([HEAD + QUERY + ANSWER])).logits[0, -3:-1]
+            alone = model(torch.tensor([PREFIX + QUERY + ANSWER])).logits[0, -3:-1]
         torch.testing.assert_close(bare[row, last : last + 2], alone, rtol=1e-4, atol=1e-5)
     logits.square().sum().backward()
     gradients = {name: parameter.grad for name, parameter in model.named_parameters() if parameter.grad is not None}
@@ -138,7 +138,7 @@ def test_a_front_that_is_no_adapters_or_anothers_is_refused(tmp_path: Path) -> N
 
 
 def test_without_documents_it_is_the_backbone_to_the_bit() -> None:
-    model, ids = adapter(), torch.tensor([HEAD + QUERY])
+    model, ids = adapter(), torch.tensor([PREFIX + QUERY])
     plain = tiny("llama", std=0.15)
     with torch.no_grad():
         assert torch.equal(model(ids).logits, plain(ids).logits)
@@ -199,9 +199,9 @@ def test_it_is_asked_by_its_own_method(tmp_path: Path) -> None:
 def test_link_tokens_that_are_the_chat_templates_head_need_no_training() -> None:
     tokenizer = byte_tokenizer()
     backbone = tiny("llama", std=0.15, vocab_size=len(tokenizer))
-    head = PromptBuilder(tokenizer).build("any question", [[0]]).head
-    assert head
-    engine = PICEngine(LinkTokensForCausalLM.from_backbone(backbone, token_ids=head), tokenizer)
+    prefix = PromptBuilder(tokenizer).build("any question", [[0]]).prefix
+    assert prefix
+    engine = PICEngine(LinkTokensForCausalLM.from_backbone(backbone, token_ids=prefix), tokenizer)
     full = PICEngine(backbone, tokenizer, method="full")
     answers = [each.ask("What?", ["a longer text"], max_new_tokens=6) for each in (engine, full)]
     assert answers[0].token_ids == answers[1].token_ids

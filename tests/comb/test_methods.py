@@ -22,7 +22,7 @@ from tests.helpers.hybrids import tiny_hybrid
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
-HEAD, QUERY = [1, 5], [7, 8, 9]
+PREFIX, QUERY = [1, 5], [7, 8, 9]
 DOCUMENTS = [[11, 12, 13, 14, 15], [21, 22, 23], [31, 32, 33, 34]]
 
 
@@ -42,7 +42,7 @@ def comb_model() -> CombForCausalLM:
 
 
 def flat(documents: list[list[int]]) -> torch.Tensor:
-    return torch.tensor([HEAD + [token for document in documents for token in document] + QUERY])
+    return torch.tensor([PREFIX + [token for document in documents for token in document] + QUERY])
 
 
 def plain_logits(model: Any, documents: list[list[int]]) -> torch.Tensor:
@@ -90,7 +90,7 @@ def test_a_rule_of_selection_is_one_function() -> None:
         model = make("llama")
         assert methods.parse("test-last:2,front=dummies:3") == ("test-last", {"k": 2, "front": "dummies:3"})
         method = methods.create("test-last:2", model)
-        assert method.link(method.compile(DOCUMENTS), QUERY, head_ids=HEAD).recomputed == (6,)
+        assert method.link(method.compile(DOCUMENTS), QUERY, prefix_ids=PREFIX).recomputed == (6,)
         with pytest.raises(ValueError, match="test-last:k is a number of tokens, an integer of at least 0, got -1"):
             methods.create("test-last:-1", model)
         for spec in ("test-last", "test-last:3,front=dummies:2"):
@@ -129,8 +129,8 @@ WRONG: dict[str, dict[str, str]] = {
     },
     "bamba": {
         "hypic:-1": "w is a number of tokens",
-        "hypic:head=1.5": "head is a number of tokens",
-        "hypic:tail=true": "tail is a number of tokens",
+        "hypic:1.5": "w is a number of tokens",
+        "hypic:w=true": "w is a number of tokens",
         "hypic:mode=magic": "mode is one of addition, transition, rotation, seam",
         "hypic:storage=bfloat16": "storage is one of float32, float16",
         "hypic:k=3": "no parameter k",
@@ -159,7 +159,7 @@ def test_full_is_the_plain_model(backbone: Any) -> None:
     full = methods.create("full", backbone)
     picaches = full.compile(DOCUMENTS)
     assert all(isinstance(picache, TokenPICache) for picache in picaches)
-    state = full.link(picaches, QUERY, head_ids=HEAD)
+    state = full.link(picaches, QUERY, prefix_ids=PREFIX)
     assert torch.equal(state.input_ids, flat(DOCUMENTS))
     logits = state.logits
     torch.testing.assert_close(logits, plain_logits(backbone, DOCUMENTS), atol=1e-5, rtol=1e-5)
@@ -175,7 +175,7 @@ def test_prompt_longer_than_the_positions(backbone: Any) -> None:
     for name in ("full", "prefix"):
         method = methods.create(name, backbone)
         with pytest.raises(ValueError, match=r"258 tokens \(253 of documents, 5 of query\).*256 positions"):
-            method.link(method.compile([[3] * 253]), QUERY, head_ids=HEAD)
+            method.link(method.compile([[3] * 253]), QUERY, prefix_ids=PREFIX)
         with pytest.raises(ValueError, match="empty"):
             method.link([], [])
 
@@ -198,7 +198,7 @@ def test_prefix_is_exact_and_reuses_the_longest_stored_prefix(backbone: Any) -> 
 
     def link(order: list[int]) -> tuple[list[str], int]:
         documents = [DOCUMENTS[index] for index in order]
-        state = prefix.link([picaches[index] for index in order], QUERY, head_ids=HEAD)
+        state = prefix.link([picaches[index] for index in order], QUERY, prefix_ids=PREFIX)
         torch.testing.assert_close(state.logits, plain_logits(backbone, documents), atol=1e-5, rtol=1e-5)
         generated = state.generate(max_new_tokens=8, do_sample=False)
         assert torch.equal(generated, plain_tokens(backbone, documents))
@@ -214,14 +214,14 @@ def test_prefix_is_exact_and_reuses_the_longest_stored_prefix(backbone: Any) -> 
     assert link([1, 0]) == (["compiled", "compiled"], 8)
     assert link([]) == ([], 0)
     # the same tokens as other documents are the same prefix
-    parts = prefix.link(prefix.compile([DOCUMENTS[0][:2], DOCUMENTS[0][2:]]), QUERY, head_ids=HEAD)
+    parts = prefix.link(prefix.compile([DOCUMENTS[0][:2], DOCUMENTS[0][2:]]), QUERY, prefix_ids=PREFIX)
     assert [use.state for use in parts.uses[0]] == ["hit", "hit"]
 
 
 def test_prefix_without_query_computes_the_last_segment_anew(backbone: Any) -> None:
     prefix = methods.create("prefix", backbone)
     prefixes_of(backbone).clear()
-    state = prefix.link(prefix.compile(DOCUMENTS), [], head_ids=HEAD)
+    state = prefix.link(prefix.compile(DOCUMENTS), [], prefix_ids=PREFIX)
     with torch.no_grad():
         expected = backbone(flat(DOCUMENTS)[:, : -len(QUERY)]).logits[:, -1]
     torch.testing.assert_close(state.logits, expected, atol=1e-5, rtol=1e-5)
@@ -244,12 +244,12 @@ def test_comb_is_the_model_with_documents(
     comb = methods.create("comb", comb_model)
     picaches = comb.compile(DOCUMENTS)
     assert all(isinstance(picache, CrossPICache) for picache in picaches)
-    prompt, reads = torch.tensor([HEAD + QUERY]), {"documents": [picaches], "prefix_tokens": [len(HEAD) * exact]}
+    prompt, reads = torch.tensor([PREFIX + QUERY]), {"documents": [picaches], "prefix_tokens": [len(PREFIX) * exact]}
     with torch.no_grad():
         expected = comb_model(prompt, **reads).logits[:, -1]
         without = comb_model(prompt).logits[:, -1]
-        otherwise = comb_model(prompt, documents=[picaches], prefix_tokens=[len(HEAD) * (not exact)]).logits[:, -1]
-    state = comb.link(picaches, QUERY, head_ids=HEAD)
+        otherwise = comb_model(prompt, documents=[picaches], prefix_tokens=[len(PREFIX) * (not exact)]).logits[:, -1]
+    state = comb.link(picaches, QUERY, prefix_ids=PREFIX)
     torch.testing.assert_close(state.logits, expected, atol=1e-5, rtol=1e-5)
     assert not torch.allclose(state.logits, without, atol=1e-2)
     assert not torch.allclose(state.logits, otherwise, atol=1e-3)
@@ -257,38 +257,40 @@ def test_comb_is_the_model_with_documents(
     assert torch.equal(state.generate(max_new_tokens=8, do_sample=False), tokens)
     assert state.recomputed_tokens == 0
     # the order of documents does not matter, a missing one does
-    reordered = comb.link(picaches[::-1], QUERY, head_ids=HEAD).logits
+    reordered = comb.link(picaches[::-1], QUERY, prefix_ids=PREFIX).logits
     torch.testing.assert_close(reordered, expected, atol=1e-4, rtol=1e-4)
-    assert not torch.allclose(comb.link(picaches[:2], QUERY, head_ids=HEAD).logits, expected, atol=1e-3)
+    assert not torch.allclose(comb.link(picaches[:2], QUERY, prefix_ids=PREFIX).logits, expected, atol=1e-3)
 
 
 def test_an_exact_prefix_is_cached_and_rows_of_a_batch_have_their_own(comb_model: CombForCausalLM) -> None:
     comb = methods.create("comb", comb_model)
     prefixes_of(comb.backbone).clear()  # other tests' too
     picaches, answer = comb.compile(DOCUMENTS), [41, 42, 43]
-    cold, warm = (comb.link(picaches, QUERY, head_ids=HEAD) for _ in range(2))
-    assert (cold.head_tokens, warm.head_tokens, warm.computed) == (0, len(HEAD), (len(QUERY),))
+    cold, warm = (comb.link(picaches, QUERY, prefix_ids=PREFIX) for _ in range(2))
+    assert (cold.prefix_tokens, warm.prefix_tokens, warm.computed) == (0, len(PREFIX), (len(QUERY),))
     torch.testing.assert_close(warm.answer_logits(answer), cold.answer_logits(answer))
-    rows = [LinkRequest(picaches, QUERY, HEAD), LinkRequest(picaches[:1], QUERY[1:], HEAD[:1]), LinkRequest([], QUERY)]
+    short = LinkRequest(picaches[:1], QUERY[1:], PREFIX[:1])
+    rows = [LinkRequest(picaches, QUERY, PREFIX), short, LinkRequest([], QUERY)]
     alone = [comb.link_batch([row]) for row in rows]
     batch = comb.link_batch(rows)
-    assert batch.prefix_tokens == [len(HEAD), 1, 0]
+    assert batch.prefixes == [len(PREFIX), 1, 0]
     torch.testing.assert_close(batch.logits, torch.cat([each.logits for each in alone]), atol=1e-4, rtol=1e-4)
     copies = {"num_beams": 2, "num_return_sequences": 2, "max_new_tokens": 4, "do_sample": False}
     found = batch.generate(**copies)[:, -4:]
     assert torch.equal(found, torch.cat([each.generate(**copies)[:, -4:] for each in alone]))
     # a prompt that ends where its documents begin asks with its last token
     torch.testing.assert_close(
-        comb.link(picaches, [], head_ids=HEAD).logits, comb.link(picaches, HEAD[-1:], head_ids=HEAD[:-1]).logits
+        comb.link(picaches, [], prefix_ids=PREFIX).logits,
+        comb.link(picaches, PREFIX[-1:], prefix_ids=PREFIX[:-1]).logits,
     )
     with pytest.raises(ValueError, match="less than the row has tokens"):
-        comb_model(torch.tensor([HEAD]), documents=[picaches], prefix_tokens=[len(HEAD)])
+        comb_model(torch.tensor([PREFIX]), documents=[picaches], prefix_tokens=[len(PREFIX)])
     for size in (1, 2):  # a token of the prompt is none of the answer's, which all read
         with pytest.raises(ValueError, match="is taken whole"):
             comb_model.generate(
-                torch.tensor([HEAD + QUERY]),
+                torch.tensor([PREFIX + QUERY]),
                 documents=[picaches],
-                prefix_tokens=[len(HEAD)],
+                prefix_tokens=[len(PREFIX)],
                 prefill_chunk_size=size,
                 max_new_tokens=2,
             )
@@ -315,7 +317,7 @@ def test_comb_refuses_nan_and_other_adapters() -> None:
 def test_training_mode_is_switched_off_for_the_run_only() -> None:
     model = make("llama", attention_dropout=0.5).train()
     full = methods.create("full", model)
-    state = full.link(full.compile(DOCUMENTS), QUERY, head_ids=HEAD)
+    state = full.link(full.compile(DOCUMENTS), QUERY, prefix_ids=PREFIX)
     assert torch.equal(state.logits, state.logits)
     assert model.training
     assert all(module.training for module in model.modules())

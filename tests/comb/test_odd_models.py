@@ -14,8 +14,8 @@ from comb.cli.doctor import check_methods, run_checks
 from tests.helpers.byte_text import byte_llama, byte_tokenizer
 
 SMALL = {"vocab_size": 96, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 3, "num_attention_heads": 4}
-DOCUMENTS, QUERY, HEAD = [[5, 6, 7, 8, 9, 10, 11], [12, 13, 14, 15]], [20, 21, 22], [3, 4]
-PROMPT = torch.tensor([[*HEAD, *DOCUMENTS[0], *DOCUMENTS[1], *QUERY]])
+DOCUMENTS, QUERY, PREFIX = [[5, 6, 7, 8, 9, 10, 11], [12, 13, 14, 15]], [20, 21, 22], [3, 4]
+PROMPT = torch.tensor([[*PREFIX, *DOCUMENTS[0], *DOCUMENTS[1], *QUERY]])
 
 
 POSITIONS = {**SMALL, "max_position_embeddings": 128}
@@ -81,13 +81,13 @@ def test_everything_recomputed_is_the_models_own_pass(kind: str, spec: str) -> N
     method = methods.create(spec, model)
     with torch.no_grad():
         own = model(input_ids=PROMPT).logits[0, -1]
-    state = method.link(method.compile(DOCUMENTS), QUERY, head_ids=HEAD)
+    state = method.link(method.compile(DOCUMENTS), QUERY, prefix_ids=PREFIX)
     assert float((state.logits[0] - own).abs().max() / own.abs().max()) < 1e-4
 
 
 def test_what_a_question_looks_at_is_seen_under_a_mask_for_each_head() -> None:
     method = methods.create("focus:0.3", made("Doge"))
-    assert method.link(method.compile(DOCUMENTS), QUERY, head_ids=HEAD).recomputed_tokens > 0
+    assert method.link(method.compile(DOCUMENTS), QUERY, prefix_ids=PREFIX).recomputed_tokens > 0
 
 
 @pytest.mark.parametrize(
@@ -181,7 +181,7 @@ def test_positions_of_other_kinds_are_the_models_own(kind: str) -> None:
     model = made(kind)
     for spec in ("full", "prefix"):
         method = methods.create(spec, model)
-        state = method.link(method.compile(DOCUMENTS), QUERY, head_ids=HEAD)
+        state = method.link(method.compile(DOCUMENTS), QUERY, prefix_ids=PREFIX)
         answer, logits = state.generate_with_logits(max_new_tokens=4, min_new_tokens=4, do_sample=False)
         with torch.no_grad():
             own = model(input_ids=torch.cat([PROMPT, torch.tensor([answer[:-1]])], dim=1)).logits[0, -4:]

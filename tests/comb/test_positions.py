@@ -111,14 +111,14 @@ def test_a_linked_prompt_has_the_keys_of_a_plain_one(name: str) -> None:
     model, query = MODELS[name](), [20, 21, 22, 23]
     naive, everything = methods.create("naive", model), methods.create("legolink:99", model)
     for count in HEADS:
-        head = [3 + index % 90 for index in range(count)]
-        cache, logits = plain(model, [*head, *DOCUMENTS[0], *DOCUMENTS[1], *query])
-        state = naive.link(naive.compile(DOCUMENTS), query, head_ids=head)
+        prefix = [3 + index % 90 for index in range(count)]
+        cache, logits = plain(model, [*prefix, *DOCUMENTS[0], *DOCUMENTS[1], *query])
+        state = naive.link(naive.compile(DOCUMENTS), query, prefix_ids=prefix)
         # in the first layer they depend on a token and its place alone
         linked = state.past_key_values.layers[0].keys
         assert error(linked, cache.layers[0].keys[:, :, : linked.shape[2]]) < 1e-5, count
         if count != LIMIT - 15:
-            whole = everything.link(everything.compile(DOCUMENTS), query, head_ids=head)
+            whole = everything.link(everything.compile(DOCUMENTS), query, prefix_ids=prefix)
             assert error(whole.answer_logits([1])[0], logits) < 1e-4, count
 
 

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from comb import PICEngine, methods
 from comb.linking.cache import RoomyLayer
-from comb.methods import prefix
+from comb.methods import prefix as caching
 from comb.methods.base import LinkRequest
 from comb.methods.decode_state import DecodeState
 from comb.methods.prefix import prefixes_of
@@ -36,7 +36,7 @@ def ids(count: int) -> list[int]:
     return torch.randint(3, 100, (count,), generator=_generator).tolist()
 
 
-HEAD, DOCUMENTS, QUERY = ids(40), [ids(41), ids(30)], ids(6)
+PREFIX, DOCUMENTS, QUERY = ids(40), [ids(41), ids(30)], ids(6)
 SYSTEM = "You answer in a few words, from the documents, and never from memory. " * 3
 
 # the query and, of each document, what the method recomputes: 4 at the start of each, of 71 tokens 0.3 and all in one
@@ -60,7 +60,7 @@ CASES = [
 
 @cache
 def model_of(family: str) -> Any:
-    if family == "mistral":  # a window that ends inside of the head
+    if family == "mistral":  # a window that ends inside of the prefix
         return tiny(family, std=0.15, sliding_window=90)
     return hybrids.tiny_hybrid(family) if family in hybrids.HYBRIDS else tiny(family, std=0.15)
 
@@ -72,30 +72,34 @@ def empty() -> None:
         prefixes_of(model_of(family)).clear()
 
 
-def linked(method: Any, picaches: Any, head: Any = HEAD, query: Any = QUERY, salt: str = "") -> tuple[DecodeState, int]:
+def linked(
+    method: Any, picaches: Any, prefix: Any = PREFIX, query: Any = QUERY, salt: str = ""
+) -> tuple[DecodeState, int]:
     """The state of a prompt, its logits read once, and the tokens that this took."""
     with layer_tokens(method.backbone) as passed:
-        state = method.link_batch([LinkRequest(picaches, query, head, salt=salt)])
+        state = method.link_batch([LinkRequest(picaches, query, prefix, salt=salt)])
         _ = state.logits
     return state, passed.tokens
 
 
-def afresh(method: Any, picaches: Any, monkeypatch: pytest.MonkeyPatch, head: Any = HEAD, query: Any = QUERY) -> Tensor:
-    """Logits with a head that is computed with all the rest, as if nothing were ever cached."""
+def afresh(
+    method: Any, picaches: Any, monkeypatch: pytest.MonkeyPatch, prefix: Any = PREFIX, query: Any = QUERY
+) -> Tensor:
+    """Logits with a prefix that is computed with all the rest, as if nothing were ever cached."""
     if method.name == "prefix":
         method = methods.create("full", method.model)
     with monkeypatch.context() as patched:
         for module in ("linked", "hypic"):
             patched.setattr(f"comb.methods.{module}.behind_prefix", lambda method, row, past: (past, 0, row))
-        state, tokens = linked(method, picaches, head, query)
-    assert (state.head_tokens, tokens >= len(head) + len(query)) == (0, True)
+        state, tokens = linked(method, picaches, prefix, query)
+    assert (state.prefix_tokens, tokens >= len(prefix) + len(query)) == (0, True)
     return state.logits
 
 
-def check_integrity(kept: prefix.PrefixCache) -> None:
+def check_integrity(kept: caching.PrefixCache) -> None:
     """What is counted is what is held, each piece once."""
     pieces = {id(piece): piece for prefix in kept._found.values() for piece in prefix.pieces}
-    assert kept.nbytes == sum(map(prefix._storage, pieces.values()))
+    assert kept.nbytes == sum(map(caching._storage, pieces.values()))
     assert set(kept._holders) == set(pieces)
 
 
@@ -113,8 +117,8 @@ def test_a_warm_question_computes_neither_head_nor_documents(
     first, cold = linked(method, picaches)
     again, warm = linked(method, picaches)
     assert (first.computed, again.computed) == ((cold,), (warm,))
-    assert (first.head_tokens, again.head_tokens) == (0, len(HEAD))
-    assert cold >= len(HEAD) + warm
+    assert (first.prefix_tokens, again.prefix_tokens) == (0, len(PREFIX))
+    assert cold >= len(PREFIX) + warm
     most = (WARM_HYBRID if family in HYBRIDS else WARM)[spec]
     if spec.startswith("cacheblend") and family == "bloom":  # run by run, no pass is broken off
         most += 76 - 76 // 4
@@ -123,10 +127,10 @@ def test_a_warm_question_computes_neither_head_nor_documents(
         assert error(state.logits, expected) < EXACT
     if spec == "prefix":
         full = methods.create("full", method.model)
-        answer = full.link(full.compile(DOCUMENTS), QUERY, head_ids=HEAD).answer_logits([41, 42, 43])
+        answer = full.link(full.compile(DOCUMENTS), QUERY, prefix_ids=PREFIX).answer_logits([41, 42, 43])
         assert error(again.answer_logits([41, 42, 43]), answer) < EXACT
-    # the control: another head is another answer
-    assert error(linked(method, picaches, HEAD[::-1])[0].logits, expected) > CONTROL
+    # the control: another prefix is another answer
+    assert error(linked(method, picaches, PREFIX[::-1])[0].logits, expected) > CONTROL
 
 
 @pytest.mark.parametrize("family", ["llama", "mistral", "bloom", "qwen3_next", "jamba", "minimax"])
@@ -135,13 +139,13 @@ def test_questions_without_documents_or_query(family: str, documents: int, monke
     method = methods.create("hypic:4" if family in HYBRIDS else "legolink:4", model_of(family))
     picaches, query = method.compile(DOCUMENTS[:documents]), QUERY if documents == 0 else []
     expected = afresh(method, picaches, monkeypatch, query=query)
-    for reused in (0, len(HEAD)):
+    for reused in (0, len(PREFIX)):
         state, tokens = linked(method, picaches, query=query)
-        assert (state.head_tokens, state.computed) == (reused, (tokens,))
+        assert (state.prefix_tokens, state.computed) == (reused, (tokens,))
         assert error(state.logits, expected) < EXACT
     assert tokens == (6 if documents == 0 else 16 if family in HYBRIDS else 9)
-    alone, tokens = linked(method, [], query=[])  # a head and nothing else: its last token has to be computed
-    assert tokens == len(HEAD)
+    alone, tokens = linked(method, [], query=[])  # a prefix and nothing else: its last token has to be computed
+    assert tokens == len(PREFIX)
     if documents == 0:
         assert error(alone.logits, expected) > CONTROL
 
@@ -149,9 +153,9 @@ def test_questions_without_documents_or_query(family: str, documents: int, monke
 def test_methods_share_a_head() -> None:
     for family, specs in (("llama", WARM), ("qwen3_next", WARM_HYBRID)):
         first, *others = (methods.create(spec, model_of(family)) for spec in specs)
-        assert linked(first, first.compile(DOCUMENTS))[0].head_tokens == 0
+        assert linked(first, first.compile(DOCUMENTS))[0].prefix_tokens == 0
         for other in others:
-            assert linked(other, other.compile(DOCUMENTS))[0].head_tokens == len(HEAD)
+            assert linked(other, other.compile(DOCUMENTS))[0].prefix_tokens == len(PREFIX)
 
 
 @pytest.mark.parametrize("family", ["llama", "mistral", "qwen3_next", "jamba"])
@@ -162,16 +166,16 @@ def test_a_new_head_is_found_as_far_as_it_begins_like_another(family: str, monke
     # what comes, and how much of it is there: states can't be cut
     cuts = family not in HYBRIDS
     steps = [
-        (HEAD, 0), ([*HEAD[:30], HEAD[30] - 1, *ids(8)], 30 if cuts else 0),
-        ([*HEAD[:30], HEAD[30] - 2, *ids(19)], 30 if cuts else 0), (HEAD[:-1], 39 if cuts else 0), ([*HEAD, 7], 40),
-        ([HEAD[0] - 1, *HEAD[1:]], 0), ([*HEAD, 7, 8], 41),
+        (PREFIX, 0), ([*PREFIX[:30], PREFIX[30] - 1, *ids(8)], 30 if cuts else 0),
+        ([*PREFIX[:30], PREFIX[30] - 2, *ids(19)], 30 if cuts else 0), (PREFIX[:-1], 39 if cuts else 0),
+        ([*PREFIX, 7], 40), ([PREFIX[0] - 1, *PREFIX[1:]], 0), ([*PREFIX, 7, 8], 41),
     ]  # fmt: skip
-    for head, reused in steps:
-        state, tokens = linked(method, picaches, head)
-        assert (state.head_tokens, state.computed) == (reused, (tokens,)), head
-        again, _ = linked(method, picaches, head)
-        assert again.head_tokens == len(head)
-        expected = afresh(method, picaches, monkeypatch, head)
+    for prefix, reused in steps:
+        state, tokens = linked(method, picaches, prefix)
+        assert (state.prefix_tokens, state.computed) == (reused, (tokens,)), prefix
+        again, _ = linked(method, picaches, prefix)
+        assert again.prefix_tokens == len(prefix)
+        expected = afresh(method, picaches, monkeypatch, prefix)
         assert error(state.logits, expected) < EXACT
         assert error(again.logits, expected) < EXACT
     check_integrity(prefixes_of(method.backbone))
@@ -182,27 +186,27 @@ def test_one_other_token_or_weight_or_tenant_is_another_head(spec: str, monkeypa
     model = tiny("llama", std=0.15)
     method = methods.create(spec, model)
     picaches = method.compile(DOCUMENTS)
-    assert linked(method, picaches)[0].head_tokens == 0
+    assert linked(method, picaches)[0].prefix_tokens == 0
     for place in (0, 20, 39):
-        other = [*HEAD[:place], HEAD[place] + 1, *HEAD[place + 1 :]]
+        other = [*PREFIX[:place], PREFIX[place] + 1, *PREFIX[place + 1 :]]
         state, _ = linked(method, picaches, other, salt=f"place {place}")
-        assert state.head_tokens == 0
+        assert state.prefix_tokens == 0
         assert error(state.logits, afresh(method, picaches, monkeypatch, other)) < EXACT
     tenant, _ = linked(method, picaches, salt="tenant")
-    assert tenant.head_tokens == 0
+    assert tenant.prefix_tokens == 0
     if spec == "prefix":  # nor are the documents behind it another tenant's
         assert tenant.uses is not None
         assert [use.state for use in tenant.uses[0]] == ["compiled", "compiled"]
-    assert linked(method, picaches)[0].head_tokens == len(HEAD)
+    assert linked(method, picaches)[0].prefix_tokens == len(PREFIX)
     with torch.no_grad():  # a fine-tune of the same object
         model.model.layers[1].mlp.down_proj.weight[0, 0] += 0.5
     picaches = method.compile(DOCUMENTS)
     state, _ = linked(method, picaches)
-    assert state.head_tokens == 0
+    assert state.prefix_tokens == 0
     assert error(state.logits, afresh(method, picaches, monkeypatch)) < EXACT
-    # copies and pickles of a model take no cached head along
+    # copies and pickles of a model take no cached prefix along
     for clone in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
-        assert linked(methods.create(spec, clone), picaches)[0].head_tokens == 0
+        assert linked(methods.create(spec, clone), picaches)[0].prefix_tokens == 0
 
 
 @pytest.mark.parametrize("family", ["llama", "mistral", "qwen3_next", "minimax"])
@@ -229,22 +233,22 @@ def test_what_is_linked_never_changes_the_cached_head(family: str) -> None:
 
 
 def test_memory_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(prefix, "PREFIX_BYTES", 3 * 40 * 4 * 2 * 2 * 8 * 4)  # three heads of the tiny model
+    monkeypatch.setattr(caching, "PREFIX_BYTES", 3 * 40 * 4 * 2 * 2 * 8 * 4)  # three prefixes of the tiny model
     model = tiny("llama", std=0.15)
     method = methods.create("naive", model)
     picaches = method.compile(DOCUMENTS)
     every = [ids(40) for _ in range(6)]
     asked = [*every, *every[:2], every[5], every[0]]
-    assert [linked(method, picaches, head)[0].head_tokens for head in asked] == [0] * 8 + [40] * 2
-    assert 0 < prefixes_of(model).nbytes <= prefix.PREFIX_BYTES
+    assert [linked(method, picaches, prefix)[0].prefix_tokens for prefix in asked] == [0] * 8 + [40] * 2
+    assert 0 < prefixes_of(model).nbytes <= caching.PREFIX_BYTES
     for _ in range(2):  # longer than all of it: used, not kept
         state, tokens = linked(method, picaches, ids(125))
-        assert (state.head_tokens, tokens) == (0, 125 + 6)
-    head = ids(125)
-    assert error(linked(method, picaches, head)[0].logits, afresh(method, picaches, monkeypatch, head)) < EXACT
-    monkeypatch.setattr(prefix, "_MOST", 4)
-    for head in every:
-        linked(method, picaches, head[1:])
+        assert (state.prefix_tokens, tokens) == (0, 125 + 6)
+    prefix = ids(125)
+    assert error(linked(method, picaches, prefix)[0].logits, afresh(method, picaches, monkeypatch, prefix)) < EXACT
+    monkeypatch.setattr(caching, "_MOST", 4)
+    for prefix in every:
+        linked(method, picaches, prefix[1:])
     assert len(prefixes_of(model)._found) == 3  # as many as there is room for
     check_integrity(prefixes_of(model))
     prefixes_of(model).clear()
@@ -252,7 +256,7 @@ def test_memory_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_a_cached_head_follows_a_layer_to_its_device() -> None:
-    """A model's later layers may lie on another device than its embeddings, and so than the cached head."""
+    """A model's later layers may lie on another device than its embeddings, and so than the cached prefix."""
     kept = torch.ones(1, 2, 5, 4)
     layer, new = RoomyLayer.of(kept, kept, 9), torch.empty(1, 2, 3, 4, device="meta")
     for length in (8, 11):
@@ -281,17 +285,17 @@ def test_reports_count_every_token(spec: str) -> None:
     if spec == "full":
         assert cold.computed_tokens == warm.computed_tokens == warm.prompt_tokens
         return
-    head = len(f"<|system|>{SYSTEM}") + 1 + len("<|user|>")
-    assert (cold.head_tokens, warm.head_tokens) == (0, head)
-    selected = math.ceil((documents + rest - head - 1) / 2) if "blend" in spec else 0  # in one of two layers
-    assert warm.computed_tokens == rest - head + warm.recomputed_tokens + selected
+    prefix = len(f"<|system|>{SYSTEM}") + 1 + len("<|user|>")
+    assert (cold.prefix_tokens, warm.prefix_tokens) == (0, prefix)
+    selected = math.ceil((documents + rest - prefix - 1) / 2) if "blend" in spec else 0  # in one of two layers
+    assert warm.computed_tokens == rest - prefix + warm.recomputed_tokens + selected
     # an encoder's documents pass through none of the backbone
-    assert cold.computed_tokens >= warm.computed_tokens + head + (0 if spec == "comb" else documents)
+    assert cold.computed_tokens >= warm.computed_tokens + prefix + (0 if spec == "comb" else documents)
     assert (cold.compiled_tokens, warm.compiled_tokens) == (
         {"prefix": 0, "comb": 0, "legolink-0": documents + 4}.get(spec, documents),
         0,
     )
-    assert f"of a cached head), {warm.computed_tokens} computed," in str(warm)
+    assert f"of a cached prefix), {warm.computed_tokens} computed," in str(warm)
     idle(engine.store)
 
 
@@ -310,20 +314,21 @@ def test_engines_and_conversations_share_heads() -> None:
     for family, specs in (("llama", ("naive", "legolink:2", "prefix")), ("bamba", ("hypic:4", "addition"))):
         prefixes_of(text_model(family)).clear()
         first, *others = (engine_of(family, spec) for spec in specs)
-        assert first.chat(question, documents, max_new_tokens=2).report.head_tokens == 0
+        assert first.chat(question, documents, max_new_tokens=2).report.prefix_tokens == 0
         for engine in (first, *others):
             report = engine.chat(question, documents, max_new_tokens=2).report
-            assert report.head_tokens > len(SYSTEM)
+            assert report.prefix_tokens > len(SYSTEM)
             chat = engine.conversation(documents, messages=messages)
             turns = [chat.ask(text, max_new_tokens=2).report for text in ("who?", "when?")]
-            assert turns[0].head_tokens == report.head_tokens
-            assert (turns[1].head_tokens, turns[1].continued_tokens > report.head_tokens) == (0, True)
+            assert turns[0].prefix_tokens == report.prefix_tokens
+            assert (turns[1].prefix_tokens, turns[1].continued_tokens > report.prefix_tokens) == (0, True)
             with layer_tokens(engine.method.backbone) as passed:
                 last = chat.ask("where?", max_new_tokens=1).report
             assert last.computed_tokens == passed.tokens == last.prompt_tokens - last.continued_tokens
-        assert engine_of(family, specs[0], salt="x").chat(question, documents, max_new_tokens=1).report.head_tokens == 0
-        engine.heads.clear()
-        assert first.chat(question, documents, max_new_tokens=1).report.head_tokens == 0
+        other = engine_of(family, specs[0], salt="x")
+        assert other.chat(question, documents, max_new_tokens=1).report.prefix_tokens == 0
+        engine.prefixes.clear()
+        assert first.chat(question, documents, max_new_tokens=1).report.prefix_tokens == 0
 
 
 def test_threads_share_a_head() -> None:
@@ -339,10 +344,10 @@ def test_threads_share_a_head() -> None:
     expected = [ask(number) for number in range(12)]
     for engine in engines:
         engine.store.clear()
-    engines[0].heads.clear()
+    engines[0].prefixes.clear()
     with ThreadPoolExecutor(6) as pool:
         assert list(pool.map(ask, list(range(12)) * 3)) == expected * 3
     assert len(set(expected)) > 4
     for engine in engines:
         idle(engine.store)
-    check_integrity(engines[0].heads)
+    check_integrity(engines[0].prefixes)

@@ -152,7 +152,7 @@ def test_linked_prompts_are_those_under_the_mask(family: str, method: str, monke
 
     def logits(way: type[Any] | None) -> Tensor:
         monkeypatch.setattr(recomputed, "chosen", lambda rows, device: way)
-        found: Tensor = made.link(compiled, [9, 17, 33, 41, 12], head_ids=[5, 6]).logits
+        found: Tensor = made.link(compiled, [9, 17, 33, 41, 12], prefix_ids=[5, 6]).logits
         return found
 
     plain = logits(None)
@@ -272,7 +272,7 @@ def test_parts_of_rows_see_their_own_keys(family: str, monkeypatch: pytest.Monke
 
         monkeypatch.setattr(recomputed, "_LEAST_KEYS", least_keys)
         monkeypatch.setattr(GroupedAttention, "parts", noted)
-        found: Tensor = made.link(compiled, [9, 17, 33, 41, 12], head_ids=[5, 6]).logits
+        found: Tensor = made.link(compiled, [9, 17, 33, 41, 12], prefix_ids=[5, 6]).logits
         return found
 
     plain = logits(10**9)

@@ -259,15 +259,15 @@ def test_raw_prompts_are_read_as_without_documents(kind: str) -> None:
             prompt = ask(text, [segment])
             assert list(prompt.query) == tokenizer(text)["input_ids"]
             assert ask(text).flat == prompt.query
-            assert prompt.head == (tokenizer.bos_token_id,)
+            assert prompt.prefix == (tokenizer.bos_token_id,)
         bare = builder.complete(text, [segment], add_special_tokens=False)
         assert list(bare.query) == tokenizer(text, add_special_tokens=False)["input_ids"]
-        assert bare.head == ((tokenizer.bos_token_id,) if text.startswith("<s>") else ())
+        assert bare.prefix == ((tokenizer.bos_token_id,) if text.startswith("<s>") else ())
 
 
 def test_few_shot_text_is_read_with_the_question() -> None:
     tokenizer = trained("bytes")
-    builder = PromptBuilder(tokenizer, head="How deep?\n", lead="The <|end|>lake:\n")
+    builder = PromptBuilder(tokenizer, prefix="How deep?\n", lead="The <|end|>lake:\n")
     prompt = builder.build("How <|end|>", [(9, 9)])
     assert list(prompt.query) == tokenizer("How deep?\nThe <|end|>lake:\nHow <|end|>")["input_ids"]
     assert builder.build("How <|end|>").flat == prompt.query

@@ -132,7 +132,7 @@ PARTS += [(name, "adapter") for name in MODELS if name.startswith(("comb", "link
 
 @pytest.mark.parametrize(("name", "part"), PARTS)
 def test_whatever_was_computed_before_is_computed_again(name: str, part: str) -> None:
-    """Documents and what they are compiled behind, the head, an encoder, what a conversation goes on from."""
+    """Documents and what they are compiled behind, the prefix, an encoder, what a conversation goes on from."""
     model = MODELS[name]()
     method = None if name.startswith(("comb", "linktokens")) else name
     source = other_weights(model)
@@ -319,7 +319,7 @@ def test_the_rows_that_a_prompt_reads_are_all_looked_at(name: str) -> None:
         assert states(answer) == ["compiled"], token
     fresh = PICEngine(copy.deepcopy(model), make_tokenizer(template=TEMPLATE), method=name, **options)
     assert answer.token_ids == fresh.ask(QUESTION, [LAKE], max_new_tokens=NEW).token_ids
-    # rows that only the head or the conversation has read
+    # rows that only the prefix or the conversation has read
     chat.ask(QUESTION, max_new_tokens=1)
     table.data[ord("X")] += 0.5
     assert "have changed" in chat.ask("And?", max_new_tokens=1).report.relinked

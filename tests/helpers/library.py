@@ -45,6 +45,6 @@ class Library:
             messages = [{"role": "user", "content": question}]
             built = self.builder.build(messages, documents) if chat else self.builder.complete(question, documents)
             prompt = list(built.query if encoder else built.flat)
-            prefix = min(len(built.head), len(prompt) - 1) if self.model.config.exact_prefix else 0
+            prefix = min(len(built.prefix), len(prompt) - 1) if self.model.config.exact_prefix else 0
             self.known[asked] = reference(self.model, prompt, documents if encoder else [], self.tokens, prefix)
         return self.known[asked]

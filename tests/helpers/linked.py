@@ -31,22 +31,22 @@ from tests.helpers.engines import answer, engine, greedy, instance
 from tests.helpers.engines import three_documents as three_documents
 from tests.helpers.families import BASE, MLA
 
-HEAD = [7, 8, 9, 10, 11, 12, 13]
+PREFIX = [7, 8, 9, 10, 11, 12, 13]
 FRONT = [25, 31, 47, 6, 19]  # what stands here for prose
 
 
 @dataclass(frozen=True)
 class LinkedPrompt:
-    """``head + document + gap + document + ... + tail``, its documents by name."""
+    """``prefix + document + gap + document + ... + tail``, its documents by name."""
 
     names: str
-    head: tuple[int, ...] = tuple(HEAD)
+    prefix: tuple[int, ...] = tuple(PREFIX)
     gaps: tuple[tuple[int, ...], ...] = ()
     tail: tuple[int, ...] = (20, 21, 22, 23)
 
     def built(self, documents: dict[str, list[int]]) -> tuple[list[int], tuple[tuple[int, int], ...]]:
         """Token ids, and where documents are in them."""
-        ids, spans = list(self.head), []
+        ids, spans = list(self.prefix), []
         for gap, name in zip(((), *self.gaps, *[()] * len(self.names)), self.names, strict=False):
             ids += gap
             spans.append((len(ids), len(documents[name])))
@@ -184,7 +184,7 @@ def library_logs(
     segments = [documents[name] for name in prompt.names]
     gaps = [list(gap) for gap in prompt.gaps]
     gaps += [[]] * (len(segments) - 1 - len(gaps))
-    state = made.link(made.compile(segments), list(prompt.tail), head_ids=list(prompt.head), gaps=gaps)
+    state = made.link(made.compile(segments), list(prompt.tail), prefix_ids=list(prompt.prefix), gaps=gaps)
     _, logits = state.generate_with_logits(max_new_tokens=tokens, do_sample=False, eos_token_id=[], pad_token_id=0)
     return list(logits.float().log_softmax(-1))
 
@@ -192,17 +192,17 @@ def library_logs(
 PROMPTS = [
     LinkedPrompt("ABC"),
     LinkedPrompt("CAB", gaps=((30, 31), ())),
-    LinkedPrompt("BB", head=()),  # the same document twice, and nothing in front
-    LinkedPrompt("C", head=(), tail=(5,)),  # exact
+    LinkedPrompt("BB", prefix=()),  # the same document twice, and nothing in front
+    LinkedPrompt("C", prefix=(), tail=(5,)),  # exact
     LinkedPrompt("CBA", gaps=((40,), (41, 42, 43))),
     LinkedPrompt("AC", tail=tuple(range(50, 90))),
 ]
-# vLLM's CPU attention knows head sizes from 32 on
+# vLLM's CPU attention knows prefix sizes from 32 on
 WIDE = {**BASE, "hidden_size": 64, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 32}
 
 LATENT = {**BASE, **MLA, "hidden_size": 64, "kv_lora_rank": 512, "qk_rope_head_dim": 64, "qk_nope_head_dim": 128,
           "v_head_dim": 128, "q_lora_rank": None}  # fmt: skip
-# what vLLM prefers on a CPU with AMX refuses float32. Its rotary kernel for CPUs takes the keys of one head to lie
+# what vLLM prefers on a CPU with AMX refuses float32. Its rotary kernel for CPUs takes the keys of one prefix to lie
 # close together, which these don't, and turns few of them: such an engine is refused, in torch they are turned
 LATENT_OPTIONS = {"attention_backend": "CPU_MLA", "compilation_config": {"custom_ops": ["-rotary_embedding"]}}
 

@@ -43,8 +43,8 @@ SIZES = {"A": 41, "B": 30, "C": 26, "D": 18, "E": 12}
 PROMPTS = [
     LinkedPrompt("ABC"),
     LinkedPrompt("CAB", gaps=((30, 31), ())),
-    LinkedPrompt("BB", head=()),  # the same document twice, and nothing in front
-    LinkedPrompt("A", head=(), tail=(5,)),  # exact
+    LinkedPrompt("BB", prefix=()),  # the same document twice, and nothing in front
+    LinkedPrompt("A", prefix=(), tail=(5,)),  # exact
     LinkedPrompt("CDEA", gaps=((40,), (41, 42, 43))),
     LinkedPrompt("AC", tail=()),  # a document ends the prompt
 ]

@@ -61,7 +61,7 @@ def test_what_the_question_looks_at_is_computed_again_as_the_library_does() -> N
 
 @pytest.mark.parametrize("spec", ["cacheblend:0.1", "legolink:-1", "legolink:x", "naive:rotate=false", "legolink-0:4",
                                   "naive,front=dummies:0", "primed:x", "focus:2", "nothing", "full:1", "",
-                                  "hypic:-1", "hypic:head=4", "hypic:mode=addition", "legolink:4,w=8"])  # fmt: skip
+                                  "hypic:-1", "hypic:k=4", "hypic:mode=addition", "legolink:4,w=8"])  # fmt: skip
 def test_other_methods_are_refused_by_name(spec: str) -> None:
     with pytest.raises(ValueError, match=r"naive|method|number of tokens|a share of|at least 0"):
         LinkMethod.parse(spec)

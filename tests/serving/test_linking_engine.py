@@ -87,11 +87,11 @@ def test_reports_say_what_was_computed(linked: LinkedEngine) -> None:
     linked.llm.reset_prefix_cache()
     linked.ask([(PROMPTS[0], linked.behind("legolink:4"))])
     (report,) = linked.reports
-    assert (report.head_tokens, report.linked_tokens, report.computed_tokens) == (0, 13 + 8 + 30 - 12, 7 + 12 + 4)
+    assert (report.prefix_tokens, report.linked_tokens, report.computed_tokens) == (0, 13 + 8 + 30 - 12, 7 + 12 + 4)
     linked.ask([(PROMPTS[0], linked.behind("legolink:4"))])
     (again,) = linked.reports
-    assert again.head_tokens == 32  # the same prompt once more: from the prefix cache, whole blocks of it
-    assert again.head_tokens + again.linked_tokens + again.computed_tokens == 62
+    assert again.prefix_tokens == 32  # the same prompt once more: from the prefix cache, whole blocks of it
+    assert again.prefix_tokens + again.linked_tokens + again.computed_tokens == 62
 
 
 def test_a_batch_is_what_each_is_alone_and_plain_rows_are_vllms_own(linked: LinkedEngine, alone: list[Any]) -> None:
@@ -125,20 +125,20 @@ def test_linked_keys_never_answer_for_plain_prompts(linked: LinkedEngine, alone:
 
 def test_the_head_is_shared_with_plain_prompts_and_between_methods(linked: LinkedEngine) -> None:
     linked.llm.reset_prefix_cache()
-    head = tuple(range(10, 80))  # two blocks of 32, and some
-    linked.ask([(LinkedPrompt("A", head=head), "full")])
+    prefix = tuple(range(10, 80))  # two blocks of 32, and some
+    linked.ask([(LinkedPrompt("A", prefix=prefix), "full")])
     for rule in ("naive", "legolink:4", "attnlink:6"):
-        linked.ask([(LinkedPrompt("BC", head=head), linked.behind(rule))])
+        linked.ask([(LinkedPrompt("BC", prefix=prefix), linked.behind(rule))])
         (report,) = linked.reports
-        assert report.head_tokens == 64
+        assert report.prefix_tokens == 64
 
 
 def test_what_is_computed_is_never_found_where_it_is_loaded(linked: LinkedEngine) -> None:
     """A document's last token is computed where nothing follows it, and the rest of it by methods with seams."""
     linked.llm.reset_prefix_cache()
-    for names, head in (("A", 19), ("BB", 16), ("C", 2), ("AB", 11)):  # together whole blocks of 32
-        ends = LinkedPrompt(names, head=tuple(range(10, 10 + head)), tail=())
-        longer = LinkedPrompt(names, head=ends.head, tail=(20, 21, 22))
+    for names, prefix in (("A", 19), ("BB", 16), ("C", 2), ("AB", 11)):  # together whole blocks of 32
+        ends = LinkedPrompt(names, prefix=tuple(range(10, 10 + prefix)), tail=())
+        longer = LinkedPrompt(names, prefix=ends.prefix, tail=(20, 21, 22))
         for method in map(linked.behind, ("naive", "legolink:4", "attnlink:6", "legolink:16", "naive")):
             linked.ask([(ends, method)])
             (found,) = linked.ask([(longer, method)])
@@ -147,13 +147,13 @@ def test_what_is_computed_is_never_found_where_it_is_loaded(linked: LinkedEngine
 
 def test_a_prefix_that_is_gone_before_its_request_begins_is_computed(linked: LinkedEngine) -> None:
     """Of found segments: which of them are linked was settled by what the cache had when it came."""
-    prompt, rule = LinkedPrompt("AC", head=tuple(range(40, 80))), linked.behind("legolink:4")
+    prompt, rule = LinkedPrompt("AC", prefix=tuple(range(40, 80))), linked.behind("legolink:4")
     from vllm.distributed.kv_transfer import get_kv_transfer_group
 
     driver, expected = linked.llm.llm_engine, linked.reference(prompt, rule)
     for evicted in (False, True):
         linked.llm.reset_prefix_cache()
-        linked.ask([(LinkedPrompt("", head=prompt.head), "full")])  # one block of it
+        linked.ask([(LinkedPrompt("", prefix=prompt.prefix), "full")])  # one block of it
         driver.add_request("found", *linked.request(prompt, rule, found=True))
         if evicted:
             assert linked.llm.reset_prefix_cache()

@@ -71,7 +71,7 @@ def test_what_is_exact_is_vllms_own_and_what_moves_is_rounded_once_more(dtype: s
                 kept.append(own[:, own.shape[1] // 2 :] == read[:, own.shape[1] // 2 :])
 
         pool.load = loaded
-        prompt = LinkedPrompt("A", head=tuple(range(5, 105)))
+        prompt = LinkedPrompt("A", prefix=tuple(range(5, 105)))
         linked.ask([(prompt, "naive"), *((each, method) for each in PROMPTS for method in ("legolink:4", "focus:0.3"))])
         check_nothing_is_left(linked.scheduler)
     with engine(llama.name_or_path, **options) as llm:

@@ -115,7 +115,7 @@ def test_a_hybrid_is_served(tmp_path: Path) -> None:
         for report, state in zip(reports, ("compiled", "hit"), strict=True):
             assert {document["state"] for document in report["documents"]} == {state}
             assert report["linked_tokens"] == sum(document["tokens"] - 8 for document in report["documents"])
-            assert report["head_tokens"] == 0
+            assert report["prefix_tokens"] == 0
         assert found[0][1]["choices"] == found[1][1]["choices"] != full["choices"]
         refused, error = server.chat(TEXTS, comb={"method": "legolink:4"})
         assert refused == 400
@@ -140,19 +140,19 @@ def test_what_stands_in_front_of_documents_is_kept_with_its_states(method: str, 
 
         def logs(*given: Any, **more: Any) -> tuple[int, list[float]]:
             answer = server.chat(**asked(*given, **more))
-            return answer[1]["comb"].get("head_tokens", 0), logprobs(answer)
+            return answer[1]["comb"].get("prefix_tokens", 0), logprobs(answer)
 
         cases = [("Where is Ada?", TEXTS), ("Who has the ball?", TEXTS[::-1]), ("Where?", [TEXTS[0][:6]])]
         before = [logs(*case) for case in cases[:2]]
-        assert [head for head, _ in before] == [0, 0]
+        assert [prefix for prefix, _ in before] == [0, 0]
         wait_for(lambda: logs("Where is Bob?", TEXTS)[0] > 0)
         for case, (_, expected) in zip(cases, before, strict=False):
-            head, found = logs(*case)
-            assert head > len(system["content"])
+            prefix, found = logs(*case)
+            assert prefix > len(system["content"])
             assert found == pytest.approx(expected, abs=1e-4)
         # a document without an interior: the beginning is all that is there
-        head, found = logs(*cases[2])
-        assert head > len(system["content"])
+        prefix, found = logs(*cases[2])
+        assert prefix > len(system["content"])
         assert found == pytest.approx(logs(*cases[2], comb={"method": "full"})[1], abs=1e-4)
         assert logs("Where is Ada?", TEXTS, comb={"method": "full"})[1] != pytest.approx(before[0][1], abs=1e-3)
         assert logs(*cases[0], key="bob")[0] == 0  # nobody else's
@@ -162,21 +162,21 @@ def test_what_stands_in_front_of_documents_is_kept_with_its_states(method: str, 
 @given(st.lists(st.tuples(st.integers(0, 3), st.integers(1, 20)), min_size=1, max_size=4), st.integers(0, 3),
        st.integers(3, 8), st.integers(0, 8))  # fmt: skip
 def test_interiors_are_loaded_whole_or_not_at_all(
-    parts: list[tuple[int, int]], behind: int, head: int, tail: int
+    parts: list[tuple[int, int]], behind: int, first: int, last: int
 ) -> None:
     spans, position = [], 0
     for gap, tokens in parts:
         spans.append((position + gap, tokens))
         position += gap + tokens
     length = position + behind
-    found = plan_interiors(length, spans, head, tail)
-    whole = [(start + head, start + tokens - tail) for start, tokens in spans if head + tail + 1 < tokens]
+    found = plan_interiors(length, spans, (first, last))
+    whole = [(start + first, start + tokens - last) for start, tokens in spans if first + last + 1 < tokens]
     assert [(load.start, load.end) for load in found.loads] == [each for each in whole if each[1] < length]
     # in front of each interior there is a seam, and together they are all that is in front of the request
     assert [end for _, end in found.seams] == [load.start for load in found.loads]
     assert [start for start, _ in found.seams] == [0, *(load.end for load in found.loads)][: len(found.seams)]
     assert found.query == (found.loads[-1].end if found.loads else 0)
-    assert all(load.offset == head for load in found.loads)
+    assert all(load.offset == first for load in found.loads)
 
 
 def test_states_take_blocks_behind_the_tokens_of_a_document() -> None:
@@ -191,20 +191,20 @@ def test_states_take_blocks_behind_the_tokens_of_a_document() -> None:
 
 @settings(deadline=None)  # vLLM's modules are imported in it
 @given(st.integers(3, 8), st.integers(2, 40), st.integers(0, 8), st.lists(st.integers(1, 12), max_size=80))
-def test_steps_end_at_both_ends_of_an_interior(head: int, inside: int, tail: int, rooms: list[int]) -> None:
+def test_steps_end_at_both_ends_of_an_interior(first: int, inside: int, last: int, rooms: list[int]) -> None:
     """Whatever room each step has; and none computes one token of it alone."""
     from comb_serving.vllm.linking.connector import LinkingConnector
 
-    border, length = head + inside, head + inside + tail
-    scheduler: Any = SimpleNamespace(links={"compiling": SimpleNamespace(interior=(head, border))})
+    border, length = first + inside, first + inside + last
+    scheduler: Any = SimpleNamespace(links={"compiling": SimpleNamespace(interior=(first, border))})
     ends, computed = [0], 0
     for room in [*rooms, *[8] * length]:  # in the end there is room
         if computed < length:
             computed += LinkingConnector.chunk(scheduler, "compiling", computed, min(room, length - computed))
             ends.append(computed)
     assert computed == length
-    assert {head, border} <= set(ends)
-    assert not any(end - start == 1 for start, end in itertools.pairwise(ends) if head <= start < border)
+    assert {first, border} <= set(ends)
+    assert not any(end - start == 1 for start, end in itertools.pairwise(ends) if first <= start < border)
     assert LinkingConnector.chunk(scheduler, "another", 0, 99) == 99
 
 

@@ -126,7 +126,7 @@ def rows_for(documents: int) -> tuple[list[Any], list[int]]:
     connector.jobs, connector.behind_seams, connector._loads = {}, {}, []
     connector._matched = {"r": (0, planned, False)}
     link = SimpleNamespace(plan=planned, method=None, looks=False, sources=[None] * documents, length=len(prompt),
-                           head=0)  # fmt: skip
+                           snapshot=0)  # fmt: skip
     connector.links = {"r": link}
     request = SimpleNamespace(request_id="r", prompt_token_ids=prompt, lora_request=None, num_preemptions=0)
     blocks = SimpleNamespace(get_block_ids=lambda: ([0],))

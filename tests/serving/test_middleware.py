@@ -97,8 +97,8 @@ async def test_the_prefix_of_each_prompt_is_stated_with_its_documents_and_salted
         await server.post(CHAT, {"messages": asked}, key)
         stated.append(Capability.verify(server.echo.bodies[-1]["vllm_xargs"][KEY], SECRET))
     prompt = BUILDER.build(asked, (), {text[:2]: SEGMENTS[1:]})
-    assert [found.prefixes for found in stated] == [(len(prompt.head),)] * 3
-    assert stated[2].prefix_of(prompt.query) == len(prompt.head) > len(BUILDER.build(ASKED, SEGMENTS).head)
+    assert [found.prefixes for found in stated] == [(len(prompt.prefix),)] * 3
+    assert stated[2].prefix_of(prompt.query) == len(prompt.prefix) > len(BUILDER.build(ASKED, SEGMENTS).prefix)
     assert stated[0].prefix_salt == stated[1].prefix_salt != stated[2].prefix_salt
     # a prompt without documents begins alike
     await server.post(CHAT, {"messages": ASKED}, "alice")
@@ -109,7 +109,7 @@ async def test_the_prefix_of_each_prompt_is_stated_with_its_documents_and_salted
     assert "kv_transfer_params" in server.echo.bodies[-1]
     await server.post(COMPLETIONS, {"prompt": ["Where?", [5, 6], [7]], "documents": DOCUMENTS})
     found = Capability.verify(server.echo.bodies[-1]["vllm_xargs"][KEY], SECRET)
-    assert found.prefixes == (len(BUILDER.complete("Where?", SEGMENTS).head), 0, 0)
+    assert found.prefixes == (len(BUILDER.complete("Where?", SEGMENTS).prefix), 0, 0)
 
 
 async def test_without_documents_the_body_is_the_clients(server: Server) -> None:

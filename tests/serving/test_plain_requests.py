@@ -191,7 +191,7 @@ async def test_what_the_engine_says_is_in_the_answer_the_log_and_the_metrics(
 ) -> None:
     receiver, sender = told
     server = plain(reports=receiver)
-    said = {"head_tokens": 3, "linked_tokens": 20, "computed_tokens": 11}
+    said = {"prefix_tokens": 3, "linked_tokens": 20, "computed_tokens": 11}
 
     async def engine(scope: Any, receive: Any, send: Any) -> None:
         async def admitted(message: Any) -> None:
@@ -211,7 +211,7 @@ async def test_what_the_engine_says_is_in_the_answer_the_log_and_the_metrics(
     prompts = {"prompt": ["a", "b"], "documents": DOCUMENTS}  # of which of them, nobody knows
     assert "linked_tokens" not in (await server.post(COMPLETIONS, prompts)).json["comb"]
     counted = server.manager.counters.prompt_tokens
-    assert counted == {(METHOD, "head"): 3, (METHOD, "linked"): 20, (METHOD, "computed"): 11}
+    assert counted == {(METHOD, "prefix"): 3, (METHOD, "linked"): 20, (METHOD, "computed"): 11}
     assert server.sample("prompt_tokens_total", method=METHOD, origin="computed") == 11
     assert server.sample("documents_total", state="compiled") == server.sample("compile_seconds_count") == 2
     assert server.sample("method", method=METHOD) == 1

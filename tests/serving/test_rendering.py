@@ -237,7 +237,7 @@ def test_a_model_with_mistrals_own_tokenizer_answers(tmp_path: Path) -> None:
     segment = builder.segment("The [INST] lake</s> is 12 m deep.")
     assert not set(tokenizer.all_special_ids).intersection(segment)
     raw = builder.complete("How [INST]", [segment])
-    assert (list(raw.query), raw.head) == (tokenizer.encode("How [INST]"), (tokenizer.bos_token_id,))
+    assert (list(raw.query), raw.prefix) == (tokenizer.encode("How [INST]"), (tokenizer.bos_token_id,))
     for chat in (
         [{"role": "user", "content": "How déep? \u2603"}],
         [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "Hi"},

@@ -79,11 +79,11 @@ def test_the_third_sight_links_what_stands_elsewhere_as_the_library_does(server:
     ids = library.chat(third).flat
     prompt = with_segments(ids, [(start, n) for start, n in finder.find(ids) if ids[start : start + n] in held])
     assert [document["state"] for document in report["documents"]] == ["hit"] * 4
-    assert report["head_tokens"] + report["linked_tokens"] + report["computed_tokens"] == len(prompt.flat)
+    assert report["prefix_tokens"] + report["linked_tokens"] + report["computed_tokens"] == len(prompt.flat)
     assert report["linked_tokens"] == sum(len(segment) - 4 for segment in prompt.segments)
     assert answer["usage"]["prompt_tokens"] == len(library.chat(third).flat)
     details = answer["usage"]["prompt_tokens_details"]
-    assert details["cached_tokens"] == report["head_tokens"] + report["linked_tokens"]  # recomputed ones aren't
+    assert details["cached_tokens"] == report["prefix_tokens"] + report["linked_tokens"]  # recomputed ones aren't
     found = logprobs((200, answer))
     assert found == pytest.approx(library.logs(prompt, METHOD, 8), abs=CLOSE)
     assert found != pytest.approx(library.logs(prompt, "full", 8), abs=1e-3)

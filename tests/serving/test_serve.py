@@ -55,10 +55,10 @@ def test_what_stands_in_front_of_documents_is_cached_whatever_they_are(served: S
         answer = served.chat(messages=messages)
         assert text_of(answer) == engine.chat(messages, max_new_tokens=12).text
         cached.append(answer[1]["usage"]["prompt_tokens_details"]["cached_tokens"])
-    head = len(engine.prompt_builder.build(messages, (), {"front-c": [[5]]}).head)
+    prefix = len(engine.prompt_builder.build(messages, (), {"front-c": [[5]]}).prefix)
     tokens = sum(document["tokens"] for document in answer[1]["comb"]["documents"])
-    assert head >= 64
-    assert cached[1] >= cached[2] == tokens + head // 32 * 32
+    assert prefix >= 64
+    assert cached[1] >= cached[2] == tokens + prefix // 32 * 32
 
 
 def test_the_log_has_a_line_with_the_id_that_vllm_uses(served: Served) -> None:

@@ -84,13 +84,13 @@ def test_methods_differ_and_the_report_says_what_was_computed(plain: Served, lib
     prompt = library.chat(QUESTION, MORE)
     for found, seam in ((linked, 4), (naive, 0)):
         comb = found[1]["comb"]
-        tokens = {name: comb[f"{name}_tokens"] for name in ("head", "linked", "computed")}
+        tokens = {name: comb[f"{name}_tokens"] for name in ("prefix", "linked", "computed")}
         assert sum(tokens.values()) == found[1]["usage"]["prompt_tokens"] == len(prompt.flat)
-        if not tokens["head"]:  # the same question again takes all from the prefix cache
+        if not tokens["prefix"]:  # the same question again takes all from the prefix cache
             assert tokens["linked"] == sum(len(segment) - seam for segment in prompt.segments)
     again = chat(plain, MORE, METHOD)
     assert logprobs(again) == pytest.approx(logprobs(linked), abs=1e-5)
-    assert again[1]["comb"]["head_tokens"] > 0
+    assert again[1]["comb"]["prefix_tokens"] > 0
 
 
 @pytest.mark.parametrize(
@@ -111,7 +111,7 @@ def test_where_linking_is_exact_every_field_gives_what_plain_vllm_gives(plain: S
         assert one == pytest.approx(other, abs=CLOSE)
     for one, other in zip(found[1]["choices"], full[1]["choices"], strict=True):
         assert (one["text"], one["finish_reason"]) == (other["text"], other["finish_reason"])
-    assert found[1]["comb"]["linked_tokens"] > 0 or found[1]["comb"]["head_tokens"] > 0
+    assert found[1]["comb"]["linked_tokens"] > 0 or found[1]["comb"]["prefix_tokens"] > 0
     assert found[1]["usage"]["prompt_tokens"] == full[1]["usage"]["prompt_tokens"]
 
 
@@ -260,7 +260,7 @@ def test_documents_written_into_messages_are_linked_and_counted(plain: Served, l
     assert [answer["comb"]["documents"][0]["state"] for answer in answers] == ["compiled", "hit"]
     linked = answers[0]["comb"]["linked_tokens"]
     assert linked == len(segments["ira"][0]) - 4
-    assert answers[0]["usage"]["cache_creation_input_tokens"] == linked + answers[0]["comb"]["head_tokens"]
+    assert answers[0]["usage"]["cache_creation_input_tokens"] == linked + answers[0]["comb"]["prefix_tokens"]
     computed = [answer["comb"]["computed_tokens"] for answer in answers]
     assert [answer["usage"]["input_tokens"] for answer in answers] == computed
     assert answers[1]["usage"]["cache_creation_input_tokens"] == 0

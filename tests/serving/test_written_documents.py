@@ -133,7 +133,7 @@ def test_a_context_stands_in_front_of_its_text() -> None:
 def test_usage_tells_what_was_cached_from_what_is_from_now_on(
     counted: bool, given: dict[str, int], expected: tuple[int, int, int]
 ) -> None:
-    writer = ResponseWriter(AsyncMock(), lambda: {"head_tokens": 2, "linked_tokens": 10}, 10, 7, counted=counted)
+    writer = ResponseWriter(AsyncMock(), lambda: {"prefix_tokens": 2, "linked_tokens": 10}, 10, 7, counted=counted)
     usage = {**given, "output_tokens": 1}
     writer._amend(usage, 1)
     names = ("input_tokens", "cache_read_input_tokens", "cache_creation_input_tokens")

@@ -32,7 +32,7 @@ from tests.helpers.tiny_engine import BOOK, CITY, LAKE, QUESTION, TEMPLATE, make
 LAYERS = 4
 DOCUMENTS = [list(range(3, 30)), list(range(40, 60)), list(range(5, 40))]
 SMALL_TIER = 16 * 2**10  # of the device's memory: room for some of the engine's documents
-QUERY, HEAD = list(range(60, 70)), [1, 2, 3]
+QUERY, PREFIX = list(range(60, 70)), [1, 2, 3]
 GREEDY: dict[str, Any] = {"do_sample": False, "pad_token_id": 0}
 
 
@@ -79,7 +79,7 @@ def made(name: str, model: Any) -> Method:
 
 
 def linked(method: Method) -> Any:
-    return method.link_batch([LinkRequest(method.compile(DOCUMENTS), QUERY, HEAD)])
+    return method.link_batch([LinkRequest(method.compile(DOCUMENTS), QUERY, PREFIX)])
 
 
 @torch.no_grad()
@@ -94,7 +94,7 @@ def counts(name: str, make: Callable[[], Any]) -> tuple[list[int], list[int], Ce
             picaches = method.compile(DOCUMENTS)
             compile_waits = device.waits.total()
         with device.counted(), one_walk():
-            state = method.link_batch([LinkRequest(picaches, QUERY, HEAD)])
+            state = method.link_batch([LinkRequest(picaches, QUERY, PREFIX)])
             link_waits, link_launches = device.waits.total(), device.launches.total()
         steps = []
         for tokens in (2, 6):

@@ -202,7 +202,7 @@ def test_weights_have_one_name_whatever_the_threads_and_another_after_any_change
 
 def test_an_answer_ends_at_a_stop_character_where_no_template_ends_it() -> None:
     tokenizer = byte_tokenizer()
-    builder = PromptBuilder(tokenizer, head="Answer.\n", stop='"\n')
+    builder = PromptBuilder(tokenizer, prefix="Answer.\n", stop='"\n')
     assert tokenizer.decode(builder.answer("Rome")[:-1]) == 'Rome"'
     assert until_stop(' Rome"\nQuestion', builder.stop) == until_stop("Rome\n", builder.stop) == "Rome"
     assert until_stop(' "Rome" ', PromptBuilder(tokenizer).stop) == '"Rome"'

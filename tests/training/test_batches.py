@@ -51,7 +51,7 @@ def test_tokenize_drops_long_queries_and_what_has_no_documents_and_counts_them(b
 
 
 def test_questions_over_the_same_documents_share_a_row(builder: PromptBuilder) -> None:
-    plain = replace(builder, head="H ", stop='"\n')
+    plain = replace(builder, prefix="H ", stop='"\n')
     decode = plain.tokenizer.decode
     rows = tokenize(
         [example([text], f'Q{n} "', f"a{n}", id=str(n)) for n, text in enumerate("xxxxyx")], plain, Counts()
@@ -59,7 +59,7 @@ def test_questions_over_the_same_documents_share_a_row(builder: PromptBuilder) -
     joined = join_questions(rows, 3, plain)
     assert [(row.id, decode(row.segments[0])[0]) for row in joined] == [("0", "x"), ("3", "x"), ("4", "y"), ("5", "x")]
     assert decode(joined[0].prompt.query) == 'H Q0 "'
-    assert decode(joined[0].target) == 'a0"\n\nQ1 "a1"\n\nQ2 "a2"<end>'  # as a head's examples are written
+    assert decode(joined[0].target) == 'a0"\n\nQ1 "a1"\n\nQ2 "a2"<end>'  # as a prefix's examples are written
     labels = Collator(0)(joined[:1])["labels"][0]
     assert decode(labels[labels != IGNORED]) == 'a0"a1"a2"<end>'  # the questions between are given
     assert join_questions(rows, 1, plain) == rows
@@ -69,7 +69,7 @@ def test_questions_over_the_same_documents_share_a_row(builder: PromptBuilder) -
     ("said", "written"), [('a"', 'a"\n\n'), ('a"\n', 'a"\n\n'), ("a\n", "a\n\n"), ("cut", 'cut"\n\n')]
 )
 def test_an_answer_is_closed_before_the_next_question(builder: PromptBuilder, said: str, written: str) -> None:
-    plain = replace(builder, head="", stop='"\n')
+    plain = replace(builder, prefix="", stop='"\n')
     rows = tokenize([example(["x"], f"Q{n}", "?") for n in range(2)], plain, Counts())
     own = [replace(row, target=tuple(plain_ids(plain.tokenizer, said))) for row in rows]
     [joined] = join_questions(own, 2, plain)

@@ -169,11 +169,11 @@ def test_the_plot_names_what_it_shows(
 
 
 def test_a_dry_run_shows_what_is_not_by_default_whole(run: Callable[..., Any], tmp_path: Path) -> None:
-    head = "Answer from the texts alone, and say so where they hold nothing of what was asked for. " * 3
+    prefix = "Answer from the texts alone, and say so where they hold nothing of what was asked for. " * 3
     path = tmp_path / ("a-long-name-of-a-folder-" * 6)
-    shown = run(f"data.head={json.dumps(head)}", f"train.output_dir={path}", "--dry-run").stdout
+    shown = run(f"data.prefix={json.dumps(prefix)}", f"train.output_dir={path}", "--dry-run").stdout
     assert max(map(len, shown.partition("All other")[0].replace(str(path), "").splitlines())) <= 200
     configuration = yaml.safe_load(shown.split("All other keys")[0])
-    assert (configuration["data"]["head"], configuration["train"]["output_dir"]) == (head, str(path))
+    assert (configuration["data"]["prefix"], configuration["train"]["output_dir"]) == (prefix, str(path))
     assert configuration["train"]["kl_weight"] == 1.0
     assert "learning_rate" not in configuration["train"]

@@ -61,7 +61,7 @@ def test_a_row_is_trained_as_it_is_linked(exact: bool, tmp_path: Path) -> None:
         otherwise = model(**{**batch, **readers}).logits
     for row, example in enumerate(rows):
         wanted = (labels[row, 1:] != IGNORED).nonzero()[:, 0]
-        state = linking.link(linking.compile(example.segments), example.prompt.tail, head_ids=example.prompt.head)
+        state = linking.link(linking.compile(example.segments), example.prompt.tail, prefix_ids=example.prompt.prefix)
         linked = state.answer_logits(example.target)
         torch.testing.assert_close(linked, logits[row, wanted], rtol=1e-4, atol=1e-4)
         assert (linked - otherwise[row, wanted]).abs().max() > 1e-3
@@ -89,7 +89,7 @@ LINEAR = {"linear_num_key_heads": 1, "linear_num_value_heads": 2, "linear_key_he
     ("kind", "more"),
     [
         ("llama", {}),
-        ("gemma2", {"final_logit_softcapping": 2.0}),  # bends logits behind the head
+        ("gemma2", {"final_logit_softcapping": 2.0}),  # bends logits behind the prefix
         ("cohere", {"logit_scale": 0.25}),
         ("qwen3_next", {**LINEAR, **EXPERTS, "shared_expert_intermediate_size": 16}),
     ],

@@ -248,7 +248,7 @@ def test_hypic_is_a_pass_whose_interiors_stay_as_they_are_alone(width: int, toke
     ends = [place + 1 for place, token in enumerate(scene.context) if token == newline]
     segments = [scene.context[start:end] for start, end in zip([1, *ends], ends, strict=False)]
     for ask in scene.asks:
-        linked = method.link(method.compile(segments), ask, head_ids=scene.context[:1]).logits[0].log_softmax(-1)
+        linked = method.link(method.compile(segments), ask, prefix_ids=scene.context[:1]).logits[0].log_softmax(-1)
         held, at = {}, 1
         for segment in segments:
             alone, _ = streams(model, segment, {})

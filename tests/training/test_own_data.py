@@ -45,7 +45,7 @@ def test_one_word_takes_the_place_of_a_recipe_s_mixture_and_its_keys(tmp_path: P
     (tmp_path / "mine.json").write_text(json.dumps(rows(0, 40)))
     recipe, config = load_config(MIXTURE).data, load_config(MIXTURE, [f"data={tmp_path}/mine.jsonl"]).data
     assert (config.mixture, config.epoch_examples, config.max_repeats, config.num_documents) == ((), None, 1.0, None)
-    assert (config.head, config.query_template, config.stop) == (recipe.head, recipe.query_template, recipe.stop)
+    assert (config.prefix, config.query_template, config.stop) == (recipe.prefix, recipe.query_template, recipe.stop)
     for name in ("mine.jsonl", "mine.json"):
         assert kept(f"{tmp_path}/{name}", builder, "data.questions_per_row=1") == 36
     # in any order, and in a file of one's own

@@ -17,7 +17,7 @@ from tests.helpers.training import invoke, nano_run
 
 ROOT = Path(__file__).parents[2]
 ASKING = {
-    "head": "Read:\n", "document_template": "{text}\n", "query_template": "Question: {query}\nAnswer:", "stop": "\n"
+    "prefix": "Read:\n", "document_template": "{text}\n", "query_template": "Question: {query}\nAnswer:", "stop": "\n"
 }  # fmt: skip
 
 

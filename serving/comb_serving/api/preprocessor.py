@@ -64,7 +64,7 @@ class PreprocessedRequest:
     kept: Mapping[str, float] = field(default_factory=dict)  # seconds to keep documents that the client asks for, by id
     lora: str = ""  # name of the LoRA that it is computed with
     compiled_with: str = ""  # and its documents
-    head: WantedDocument | None = None  # of a hybrid, the beginning of its prompt that is worth being kept
+    prefix: WantedDocument | None = None  # of a hybrid, the beginning of its prompt that is worth being kept
 
     @property
     def linked(self) -> bool:
@@ -89,17 +89,17 @@ class PreprocessedRequest:
 
     def signed(self, lease: Lease | None, request_id: str, secret: bytes) -> str:
         """The capability of this request; `lease` where its documents are linked."""
-        head, handles = (None, []) if lease is None else (lease.head, lease.handles)
+        prefix, handles = (None, []) if lease is None else (lease.prefix, lease.handles)
         stated = Capability(
             request_id,
             self.salt,
-            tuple(pack([*([] if head is None else [head]), *handles])),
+            tuple(pack([*([] if prefix is None else [prefix]), *handles])),
             tuple(map(digest, self.prompts)),
             self.method.name if self.spans else "",
             self.spans,
             self.unlinked is not None,
             self.lora,
-            0 if head is None else head.tokens,
+            0 if prefix is None else prefix.tokens,
             self.prefixes,
             self.prefix_salt,
         )
@@ -201,7 +201,7 @@ class Preprocessor:
             (key,) = await self.keys([ids], tenant)
         except RequestError:  # longer than a document may be
             return request
-        return replace(request, head=WantedDocument(key_computed(key, "exact"), ids, tenant, exact=True))
+        return replace(request, prefix=WantedDocument(key_computed(key, "exact"), ids, tenant, exact=True))
 
     async def count(self, body: dict[str, Any], tenant: str) -> int | None:
         """Tokens of a message's prompt, and of the documents in it; None where there are none, and vLLM counts."""
@@ -370,12 +370,12 @@ class Preprocessor:
                 self.registered.keep(tenant, named, request.kept[segment.id], check)
             except TenantQuotaError as error:
                 logger.info("a document is not kept: %s", error)
-        if request.head is not None:
+        if request.prefix is not None:
             assert self.manager is not None
             assert self.sightings is not None
-            lease.take_head(self.manager.hold([request.head]))
-            if lease.head is None:
-                self.sightings.note(request.head)
+            lease.take_prefix(self.manager.hold([request.prefix]))
+            if lease.prefix is None:
+                self.sightings.note(request.prefix)
 
     def builder_for(self, body: dict[str, Any], builder: PromptBuilder | None = None) -> PromptBuilder:
         """The builder with what a chat's body sets of its template. Raises RequestError."""
@@ -434,8 +434,8 @@ class Preprocessor:
         if in_prompt:
             return replace(request, body=body, prompts=prompts, spans=tuple(prompt.spans for prompt in built))
         # the last token always reads: what is asked about documents stands behind them
-        prefixes = tuple(min(len(prompt.head), len(prompt.query) - 1) for prompt in built) if self.exact_prefix else ()
-        return replace(request, body=body, prompts=prompts, prefixes=prefixes)
+        lengths = [min(len(prompt.prefix), len(prompt.query) - 1) for prompt in built] if self.exact_prefix else ()
+        return replace(request, body=body, prompts=prompts, prefixes=tuple(lengths))
 
     def _completions(self, request: PreprocessedRequest, builder: PromptBuilder, gone: Gone) -> list[Prompt]:
         documents, given = [segment.token_ids for segment in request.segments], request.body.get("prompt")

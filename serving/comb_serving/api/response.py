@@ -111,8 +111,8 @@ class ResponseWriter(AnswerRewriter):
             if "linked_tokens" not in (report := self.comb()):  # of several prompts
                 return
             # what was compiled for this request was not cached before
-            made = min(made, report["head_tokens"] + report["linked_tokens"])
-            read = report["head_tokens"] + report["linked_tokens"] - made
+            made = min(made, report["prefix_tokens"] + report["linked_tokens"])
+            read = report["prefix_tokens"] + report["linked_tokens"] - made
         if "total_tokens" not in usage:  # the Messages API counts apart what was cached, and what is from now on
             usage["cache_read_input_tokens"] = read
             usage["cache_creation_input_tokens"] = (usage.get("cache_creation_input_tokens") or 0) + made

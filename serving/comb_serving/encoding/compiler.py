@@ -144,7 +144,7 @@ class DocumentCompiler:
         prompt = [*front, *token_ids]
         said = Capability(
             request_id, key, tuple(pack([handle])), (digest(prompt),), COMPILE, (((len(front), len(token_ids)),),),
-            lora=lora, head=len(prompt) if exact else 0,
+            lora=lora, snapshot=len(prompt) if exact else 0,
         )  # fmt: skip
         return DocumentPrompt(prompt, key, said.sign(self._secret), handle, self.loras.known.get(lora))
 

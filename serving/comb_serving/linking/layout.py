@@ -80,20 +80,21 @@ def plan(length: int, spans: Sequence[Range], recomputed: Sequence[int]) -> Link
     return LinkPlan(tuple(loads), tuple(seams), query) if loads else LinkPlan((), (), 0)
 
 
-def interior(tokens: int, head: int, tail: int) -> Range | None:
+def interior(tokens: int, seams: Range) -> Range | None:
     """What its seams leave of a document; None for a token or less, which no scan of vLLM's is run for."""
-    return (head, tokens - tail) if head + tail + 1 < tokens else None
+    first, last = seams
+    return (first, tokens - last) if first + last + 1 < tokens else None
 
 
-def plan_interiors(length: int, spans: Sequence[Range], head: int, tail: int, *, exact_first: bool = False) -> LinkPlan:
-    """`plan` in models of linear layers, where `head` and `tail` tokens at either end of each document are computed.
+def plan_interiors(length: int, spans: Sequence[Range], widths: Range, *, exact_first: bool = False) -> LinkPlan:
+    """`plan` in models of linear layers, where so many tokens at either end of each document are computed.
 
     Their states are those behind the whole interior of a document, so that of none a part is loaded, and each has its
     seams wherever it stands (but for the prompt's own beginning, with `exact_first`); the request begins right behind.
     """
     loads, seams, position = [], [], 0
     for number, (start, tokens) in enumerate(spans):
-        kept = (0, tokens) if exact_first and not number else interior(tokens, head, tail)
+        kept = (0, tokens) if exact_first and not number else interior(tokens, widths)
         if kept is None or start + kept[1] == length:
             continue
         if position < start + kept[0]:
@@ -157,7 +158,7 @@ class LinkingLayout:
         """
         check_spans(length, spans)
         if method.states:
-            return plan_interiors(length, spans, *self.seams(method), exact_first=exact_first)
+            return plan_interiors(length, spans, self.seams(method), exact_first=exact_first)
         places = method.recomputed(spans)
         return plan(length, spans, chosen if places is None else places)
 

@@ -41,7 +41,7 @@ class Capability:
             `COMPILE` for a prompt that is one document, to be kept; empty for a trained encoder's.
         spans: with a method, for each of `prompts` its documents' places, ``(start, tokens)``.
         found: whether these are segments that nobody has marked: what the prefix cache has of the prompt goes first.
-        head: tokens of the prompt's beginning, exact, that the first of `documents` holds in front of all `spans`;
+        snapshot: tokens of the prompt's beginning, exact, that the first of `documents` holds in front of all `spans`;
             where that is compiled, all of them.
         prefixes: of a trained encoder's documents, for each of `prompts` how many of its first tokens read none; empty
             where all do.
@@ -55,7 +55,7 @@ class Capability:
     spans: tuple[tuple[tuple[int, int], ...], ...] = ()
     found: bool = False
     lora: str = ""  # name of the LoRA that vLLM is to compute the request with; empty for none
-    head: int = 0
+    snapshot: int = 0
     prefixes: tuple[int, ...] = ()
     prefix_salt: str = ""  # of these tokens, which are the same whatever the documents
 
@@ -71,9 +71,10 @@ class Capability:
             token[:_DIGITS].encode(), _code(token[_DIGITS:], secret).encode()
         ):
             raise ValueError(f"{KEY} is not signed by this instance: send documents in the field 'documents'")
-        who, salt, documents, prompts, method, spans, found, lora, head, prefixes, own = json.loads(token[_DIGITS:])
+        who, salt, documents, prompts, method, spans, found, lora, snapshot, prefixes, own = json.loads(token[_DIGITS:])
+        documents, prompts, prefixes = map(tuple, (documents, prompts, prefixes))
         places = tuple(tuple((start, tokens) for start, tokens in row) for row in spans)
-        return cls(who, salt, tuple(documents), tuple(prompts), method, places, found, lora, head, tuple(prefixes), own)
+        return cls(who, salt, documents, prompts, method, places, found, lora, snapshot, prefixes, own)
 
     def check(self, request_id: str, salt: str | None, prompt: Sequence[int] | None) -> None:
         """Raises ValueError unless it was made for this request."""
@@ -145,7 +146,7 @@ def unpack(numbers: Sequence[int], *, num_blocks: int, block_size: int, more: in
 class LinkReport:
     """What was done for a prompt."""
 
-    head_tokens: int  # taken from the exact prefix cache
+    prefix_tokens: int  # taken from the exact prefix cache
     linked_tokens: int  # taken from the pool
     computed_tokens: int  # that passed through the model: seams and query
 

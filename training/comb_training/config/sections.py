@@ -160,8 +160,8 @@ class DataConfig:
     """How a question is written; {query} is replaced."""
     questions_per_row: AtLeastOne = 1
     """Questions over the same documents that a row of training asks one after the other, at most; the answers of all of
-    them are learned. Above 1 it needs `head`."""
-    head: str | None = None
+    them are learned. Above 1 it needs `prefix`."""
+    prefix: str | None = None
     """Plain text in front of the documents, examples say, for a model that answers best so; there is no chat template
     then. As in a file of evaluation sets (configs/evaluation.yaml)."""
     chat_template_kwargs: Options = Field(default_factory=dict)
@@ -180,13 +180,13 @@ class DataConfig:
         return ", ".join(dict.fromkeys(name if name.startswith(HUB) else Path(name).name for name in names))
 
     def __post_init__(self) -> None:
-        if self.questions_per_row > 1 and self.head is None:
+        if self.questions_per_row > 1 and self.prefix is None:
             raise ValueError(
-                "data.questions_per_row joins questions as plain text: give data.head ('' for none, on a command line "
-                "data.head=\"''\"), as without one the tokenizer's chat template writes them"
+                "data.questions_per_row joins questions as plain text: give data.prefix ('' for none, on a command "
+                "line data.prefix=\"''\"), as without one the tokenizer's chat template writes them"
             )
-        if self.chat_template_kwargs and self.head is not None:
-            raise ValueError("data.chat_template_kwargs are for a chat template, and with data.head there is none")
+        if self.chat_template_kwargs and self.prefix is not None:
+            raise ValueError("data.chat_template_kwargs are for a chat template, and with data.prefix there is none")
         _check_template(self.query_template, "data")
         if "split" in self.options:
             raise ValueError("data.options can't hold 'split': what is trained on would count as held out")

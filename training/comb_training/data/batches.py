@@ -1,6 +1,6 @@
 """Examples -> token ids -> batches for `CombForCausalLM`: short decoder rows beside the documents they are about.
 
-A row is ``head + tail + target`` (the prompt without its documents, then answer and end token); the loss counts
+A row is ``prefix + tail + target`` (the prompt without its documents, then answer and end token); the loss counts
 the target only. Rows over the same documents stand next to each other and share tensors, and the model encodes
 each different segment of a batch once.
 
@@ -100,7 +100,7 @@ def join_questions(examples: Iterable[TrainingExample], most: int, builder: Prom
     """
     end = builder.tokenizer.eos_token_id
     joined: list[TrainingExample] = []
-    for _, same in groupby(examples, lambda example: (example.prompt.head, example.segments, example.prompt.gaps)):
+    for _, same in groupby(examples, lambda example: (example.prompt.prefix, example.segments, example.prompt.gaps)):
         questions = list(same)
         for start in range(0, len(questions), most):
             first, *others = asked = questions[start : start + most]
@@ -128,14 +128,14 @@ def tokenize(
     cut), and so are those without documents, from which an encoder can't learn.
     """
     segment = cache(builder.segment)
-    heads: dict[tuple[int, ...], tuple[int, ...]] = {}
+    prefixes: dict[tuple[int, ...], tuple[int, ...]] = {}
     tokenized = []
     for example in examples:
         if not example.documents:
             counts.drop("no documents")
             continue
         prompt = builder.build(example.query, list(map(segment, example.documents)))
-        prompt = replace(prompt, head=heads.setdefault(prompt.head, prompt.head))  # rows begin alike: held once
+        prompt = replace(prompt, prefix=prefixes.setdefault(prompt.prefix, prompt.prefix))  # rows begin alike
         target = builder.answer(example.answer)
         if max_query_tokens is not None and len(prompt.query) + len(target) > max_query_tokens:
             counts.drop(f"query and answer of more than {max_query_tokens} tokens")
@@ -171,7 +171,7 @@ class Collator:
         """One batch. Raises ValueError for an example without a target."""
         batch: dict[str, Any] = self.rows([(example.prompt.query, example) for example in examples])
         if self.exact_prefix:
-            batch["prefix_tokens"] = [len(example.prompt.head) for example in examples]
+            batch["prefix_tokens"] = [len(example.prompt.prefix) for example in examples]
         if self.full_prompts:
             full = batch["full_prompts"] = self.rows([(example.prompt.flat, example) for example in examples])
             full["documents"] = torch.zeros_like(full["input_ids"], dtype=torch.bool)

@@ -37,7 +37,7 @@ def set_name(id: str | None) -> str:
 
 def prompt_builder(data: DataConfig, tokenizer: Any) -> PromptBuilder:
     """How the configured data is written as prompts."""
-    return PromptBuilder(tokenizer, document_template=data.document_template, head=data.head, stop=data.stop)
+    return PromptBuilder(tokenizer, document_template=data.document_template, prefix=data.prefix, stop=data.stop)
 
 
 def read_tokenized(

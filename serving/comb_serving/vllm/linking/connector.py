@@ -50,7 +50,7 @@ class SeamJob:
     interiors: dict[int, ComposeCommand]
     beside: bool  # its own first step is the one that computes them; else it waits until they are there
     looks: int | None = None
-    head: int = 0  # tokens of its prompt that were there
+    cached: int = 0  # tokens of its prompt that were there
     looked: int = field(init=False)  # that were computed for the look
     tokens: int = field(init=False)  # in `ranges`
 
@@ -110,12 +110,12 @@ class LinkingConnector(KVConnectorBase_V1, SupportsHMA):
         matched = self._matched.pop(request.request_id, None)
         if matched is None:  # a second call, behind its seams
             return
-        link, (head, left, beside) = self.links[request.request_id], matched
+        link, (cached, left, beside) = self.links[request.request_id], matched
         linked = left.loaded_tokens if num_external_tokens else 0
         looks = link.looks and bool(num_external_tokens)
         if link.method is not None and not request.num_preemptions and not looks:
-            exact = link.head if linked else 0
-            report = LinkReport(head + exact, linked - exact, link.length - head - linked)
+            exact = link.snapshot if linked else 0
+            report = LinkReport(cached + exact, linked - exact, link.length - cached - linked)
             self.reports.send(link.report, report)
         if not num_external_tokens:
             return
@@ -123,7 +123,7 @@ class LinkingConnector(KVConnectorBase_V1, SupportsHMA):
         front = 0 if link.method is None else len(self.layout.front)
         interiors = {}
         for load in left.loads:
-            handle, fresh = link.sources[load.document], bool(link.head) and not load.document
+            handle, fresh = link.sources[load.document], bool(link.snapshot) and not load.document
             self._loads.append(LoadCommand(handle, load.offset, load.start, load.end, ids, 0 if fresh else front))
             if link.method is not None and link.method.states:
                 interiors[load.end] = ComposeCommand(handle, load.end - load.start, ids, fresh)
@@ -133,7 +133,7 @@ class LinkingConnector(KVConnectorBase_V1, SupportsHMA):
                 tokens.append(0)
                 ranges.append((left.query, link.length))
             begins = left.query if looks else None
-            job = SeamJob(request, tokens, ids, ranges, interiors, beside, begins, head)
+            job = SeamJob(request, tokens, ids, ranges, interiors, beside, begins, cached)
             self.jobs[request.request_id] = job
             if beside:
                 self.room.tokens -= left.seam_tokens
@@ -149,13 +149,13 @@ class LinkingConnector(KVConnectorBase_V1, SupportsHMA):
                 continue
             link = self.links[name]
             link.choose(chosen)
-            left = link.plan.behind(job.head)
+            left = link.plan.behind(job.cached)
             ranges = [*left.seams, (left.query, link.length - 1)]  # its last token is left for its own step
             job.looks, job.ranges = None, deque((start, end) for start, end in ranges if start < end)
             job.tokens = sum(end - start for start, end in job.ranges)
             if not job.request.num_preemptions:
-                computed = link.length - job.head - left.loaded_tokens + job.looked
-                self.reports.send(link.report, LinkReport(job.head, left.loaded_tokens, computed))
+                computed = link.length - job.cached - left.loaded_tokens + job.looked
+                self.reports.send(link.report, LinkReport(job.cached, left.loaded_tokens, computed))
 
     def chunk(self, name: str, computed: int, count: int) -> int:
         """Of `count` tokens, how many a request may compute in a step: one that captures states stops at both ends.
@@ -165,9 +165,9 @@ class LinkingConnector(KVConnectorBase_V1, SupportsHMA):
         link = self.links.get(name)
         if link is None or link.interior is None or computed >= link.interior[1]:
             return count
-        head, end = link.interior
-        if computed < head:
-            return min(count, head - computed)
+        start, end = link.interior
+        if computed < start:
+            return min(count, start - computed)
         count = min(count, end - computed)
         if end - computed - count == 1:
             count -= 1
@@ -188,9 +188,9 @@ class LinkingConnector(KVConnectorBase_V1, SupportsHMA):
                 begins, ends = end == link.interior[0], end == link.interior[1]
                 captures.append(CaptureCommand(link.handles[0], blocks, begins, ends))
             if end >= link.length:
-                if link.head:
+                if link.snapshot:
                     captures.append(CaptureCommand(link.handles[0], blocks, begins=False, ends=True, whole=True))
-                stateless = link.interior is None and not link.head
+                stateless = link.interior is None and not link.snapshot
                 saves.append(SaveCommand(link.key, link.handles[0], link.spans[0][0], blocks, stateless))
         return LinkingMetadata(loads, composes, captures, saves)
 

@@ -39,7 +39,7 @@ class RequestLink:
     interior: Range | None = None  # of that document in its prompt, if its states are to be captured
     exact: int = 0  # tokens of its prompt that the prefix cache had when it came
     chosen: list[int] | None = None  # document tokens to be computed again, once the question's look has said
-    head: int = 0  # tokens of its prompt's exact beginning, which the first of `handles` is of
+    snapshot: int = 0  # tokens of its prompt's exact beginning, which the first of `handles` is of
 
     def go_behind(self, exact: int) -> None:
         """Leaves the first tokens, which the prefix cache has as plain prompts left them, to it.
@@ -73,7 +73,7 @@ class RequestLink:
         if self.method is None:  # what it is compiled behind is computed with it, unless it is given
             front = len(self.layout.front) if self.layout.given else 0
             return LinkPlan((LoadedRange(0, front, 0, 0),) if front else (), (), front)
-        return self.layout.plan(self.method, self.length, self.spans, self.chosen or (), exact_first=self.head > 0)
+        return self.layout.plan(self.method, self.length, self.spans, self.chosen or (), exact_first=self.snapshot > 0)
 
     def hash_extra(self, start: int, end: int) -> tuple[Any, ...]:
         """What belongs to the hash of tokens [start, end): which of them are loaded; nothing where none is.
@@ -106,10 +106,10 @@ def link_of(request: Any, capability: Capability, layout: LinkingLayout, started
     spans = capability.spans_in(prompt)
     room = {"num_blocks": layout.num_blocks, "block_size": layout.block_size, "more": layout.state_rows}
     handles = unpack(capability.documents, **room)
-    if capability.head and not started.states:
+    if capability.snapshot and not started.states:
         raise ValueError(f"{started.name} finds what is in front of documents in vLLM's prefix cache")
-    if capability.head and capability.method != COMPILE:
-        spans = ((0, capability.head), *spans)
+    if capability.snapshot and capability.method != COMPILE:
+        spans = ((0, capability.snapshot), *spans)
     if [handle.tokens for handle in handles] != [tokens for _, tokens in spans]:
         raise ValueError(f"{len(handles)} documents of {sum(h.tokens for h in handles)} tokens don't fit {spans}")
     method = None if capability.method == COMPILE else LinkMethod.parse(capability.method)
@@ -119,14 +119,14 @@ def link_of(request: Any, capability: Capability, layout: LinkingLayout, started
         raise ValueError(f"documents here are compiled for {started.name}, and not for {method.name}")
     link = RequestLink(
         request.request_id, name_of(token_of(request)), method, spans, handles, len(prompt), layout, capability.salt,
-        capability.found, head=capability.head,
+        capability.found, snapshot=capability.snapshot,
     )  # fmt: skip
     if method is None:
         if len(spans) != 1 or sum(spans[0]) != link.length:
             raise ValueError("a document is compiled at the end of its own prompt")
-        if started.states and not link.head:
+        if started.states and not link.snapshot:
             front, tokens = link.spans[0]
-            kept = interior(tokens, *layout.seams(started))
+            kept = interior(tokens, layout.seams(started))
             link.interior = kept and (front + kept[0], front + kept[1])
     _ = link.plan  # spans that don't fit are found here
     return link

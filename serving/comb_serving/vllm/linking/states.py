@@ -1,10 +1,10 @@
 """What compiled documents do to the states of linear layers: captured while they are compiled, composed when linked.
 
-Of a document's interior [head, end), which its seams leave, each linear layer keeps T, S and the last raw columns in
+Of a document's interior [start, end), which its seams leave, each linear layer keeps T, S and the last raw columns in
 front of its convolution (HYPIC sec. 4.2; the library's `comb.hybrid`). The scheduler has steps end where the interior
 begins and ends, so vLLM's own cache holds the state at both; T is heard from the scans in between, chunk by chunk:
 
-    T = T_n ... T_1        S = S_end - T S_head        linked:  S_after = T S_before + S
+    T = T_n ... T_1        S = S_end - T S_start       linked:  S_after = T S_before + S
 
 Kept in float32 as bytes behind the document's rows in the pool: a document that is given up on leaves nothing.
 
@@ -173,7 +173,7 @@ class DocumentStates:
 
     Attributes:
         nbytes: that a document takes, whatever its length.
-        columns: of the widest convolution: a head seam is at least as wide.
+        columns: of the widest convolution: a seam at a document's start is at least as wide.
         wanted: cache group by slot, of the rows that are waited for in a step; nothing is heard of others. Layers of
             several groups share memory, and slots tell them apart.
         heard: T of what a step has computed, by layer and slot.
