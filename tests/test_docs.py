@@ -55,7 +55,6 @@ MADE = {
     "out/linktokens-smollm2-135m": "configs/linktokens-smollm2-135m.yaml",
     "training/adapters/linktokens-smollm2-135m": "configs/linktokens-smollm2-135m.yaml",
     "out/front": "configs/front.yaml model=nano",
-    "out/nano-squad": "configs/nano-squad.yaml",
 }
 """Adapters that commands and programs name: how each is trained."""
 
