@@ -13,6 +13,7 @@ import pytest
 import torch
 import yaml
 
+from comb.backbones.loading import load_model
 from scripts import figures
 
 ROOT = Path(__file__).parents[1]
@@ -94,3 +95,16 @@ def test_the_tests_for_a_gpu_fail_in_one_line_where_they_can_not_run(device: str
     assert (done.returncode, done.stdout) == (1, "")
     (line,) = done.stderr.splitlines()
     assert said in line
+
+
+def test_a_lora_of_blocks_is_another_model_only_while_it_is_on(tmp_path: Path) -> None:
+    """scripts/block-lora."""
+    pytest.importorskip("peft")
+    settings = ["data.limit=40", "train.batch_size=2", "train.max_seconds=2"]
+    command = [sys.executable, "scripts/block-lora", "configs/nano.yaml", tmp_path / "lora", *settings]
+    subprocess.run(command, cwd=ROOT, check=True, capture_output=True)
+    tuned, question = load_model(tmp_path / "lora"), torch.tensor([[5, 6, 7]])
+    plain = load_model("nano")(question).logits
+    assert not torch.allclose(tuned(question).logits, plain, atol=1e-3)
+    tuned.disable_adapters()
+    assert torch.equal(tuned(question).logits, plain)

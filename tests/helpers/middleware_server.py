@@ -94,7 +94,7 @@ def documents_of(body: dict[str, Any]) -> list[PoolHandle]:
     """The documents in what vLLM got, whose capability is found to be right."""
     found = Capability.verify(body["vllm_xargs"][KEY], SECRET)
     assert found.salt == body["cache_salt"]
-    return unpack(found.documents, num_blocks=8, block_size=16)
+    return unpack(found.documents, LAYOUT)
 
 
 def chat(**more: Any) -> dict[str, Any]:

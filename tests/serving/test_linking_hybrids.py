@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -184,9 +185,9 @@ def test_states_take_blocks_behind_the_tokens_of_a_document() -> None:
     assert [layout.blocks_for(tokens) for tokens in (1, 2, 3)] == [3, 3, 4]
     assert layout.seams(LinkMethod.parse("hypic:0")) == (3, 0)
     numbers = pack([PoolHandle(3, (1, 2, 3, 4))])
-    assert unpack(numbers, num_blocks=64, block_size=4, more=10)[0].tokens == 3
+    assert unpack(numbers, layout)[0].tokens == 3
     with pytest.raises(ValueError, match="3 tokens in 4 blocks"):
-        unpack(numbers, num_blocks=64, block_size=4)
+        unpack(numbers, replace(layout, state_rows=0))
 
 
 @settings(deadline=None)  # vLLM's modules are imported in it

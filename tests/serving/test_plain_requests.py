@@ -11,7 +11,7 @@ from comb_serving.api.routes import CHAT, COMPLETIONS, SWITCH
 from comb_serving.config.serve_options import key_hash
 from comb_serving.pool.capability import KEY, MARK, Capability, LinkReport, digest, name_of, unpack
 from tests.helpers.fakes import until
-from tests.helpers.middleware_server import ASKED, BUILDER, DOCUMENTS, SECRET, SEGMENTS, Server, ids_of
+from tests.helpers.middleware_server import ASKED, BUILDER, DOCUMENTS, LAYOUT, SECRET, SEGMENTS, Server, ids_of
 
 METHOD = "legolink:4"
 
@@ -42,7 +42,7 @@ async def test_documents_stand_in_the_prompt_and_their_places_are_signed() -> No
     found = capability_of(got)
     assert found.method == METHOD
     assert documents_at(found, [ids]) == [SEGMENTS]
-    handles = unpack(found.documents, num_blocks=8, block_size=16)
+    handles = unpack(found.documents, LAYOUT)
     assert [handle.tokens for handle in handles] == [len(segment) for segment in SEGMENTS]
     assert capability_of(again).documents == found.documents
     assert (cold.states, warm.states) == (["compiled"] * 2, ["hit"] * 2)

@@ -31,11 +31,11 @@ def _seeded() -> None:
 def test_handles_survive_the_wire_and_nonsense_is_refused() -> None:
     handles = [PoolHandle(5, (3, 1)), PoolHandle(4, (0,))]
     assert pack(handles) == [5, 2, 3, 1, 4, 1, 0]
-    assert unpack(pack(handles), num_blocks=6, block_size=4) == handles
-    assert unpack([], num_blocks=6, block_size=4) == []
+    assert unpack(pack(handles), LAYOUT) == handles
+    assert unpack([], LAYOUT) == []
     for wrong in ([5, 2, 3], [5, 1, 3], [5, 2, 3, 6], [5, 2, 3, -1], [0, 0], [5], [4, -1]):
         with pytest.raises(ValueError, match="documents:"):
-            unpack(wrong, num_blocks=6, block_size=4)
+            unpack(wrong, LAYOUT)
 
 
 def test_what_is_written_is_read_in_the_order_asked_for_and_files_are_the_owners(tmp_path: Path) -> None:

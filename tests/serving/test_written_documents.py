@@ -12,7 +12,7 @@ from comb_serving.api.http import RequestError
 from comb_serving.api.response import ResponseWriter
 from comb_serving.api.routes import CHAT, COUNT, MESSAGES
 from comb_serving.pool.capability import KEY, Capability, unpack
-from tests.helpers.middleware_server import BUILDER, SECRET, SEGMENTS, Server
+from tests.helpers.middleware_server import BUILDER, LAYOUT, SECRET, SEGMENTS, Server
 
 TEXT, OTHER = "Ada went to the garden.", "Bob is in the kitchen."
 WRITTEN = {"type": "document", "source": {"type": "text", "media_type": "text/plain", "data": TEXT}, "title": "A"}
@@ -39,7 +39,7 @@ async def test_they_are_documents_at_their_place(method: str | None) -> None:
     built = BUILDER.build([{"role": "user", "content": referenced}], [], {"x": [first], "y": [second]})
     ids = list(built.flat if method else built.query)
     assert got["kv_transfer_params"] == {"prompt_token_ids": ids}
-    handles = unpack(Capability.verify(got["vllm_xargs"][KEY], SECRET).documents, num_blocks=8, block_size=16)
+    handles = unpack(Capability.verify(got["vllm_xargs"][KEY], SECRET).documents, LAYOUT)
     assert [handle.tokens for handle in handles] == [len(first), len(second)]
     # they are those of the field, too: whoever sends the same text has the hit
     again = await server.post(CHAT, {"messages": [{"role": "user", "content": "?"}], "documents": [OTHER]})

@@ -23,6 +23,7 @@ from collections import OrderedDict
 from collections.abc import Sequence
 from dataclasses import astuple, dataclass
 from pathlib import Path
+from typing import Protocol
 
 KEY = "comb_docs"  # in `SamplingParams.extra_args`; over HTTP in ``vllm_xargs``
 MARK = "comb-documents-"
@@ -119,8 +120,18 @@ def pack(handles: Sequence[PoolHandle]) -> list[int]:
     return [number for handle in handles for number in (handle.tokens, len(handle.blocks), *handle.blocks)]
 
 
-def unpack(numbers: Sequence[int], *, num_blocks: int, block_size: int, more: int = 0) -> list[PoolHandle]:
-    """The handles of `pack`; `more`: beside each document's tokens there is as much as so many tokens take.
+class Blocks(Protocol):
+    """What layouts of pools say of their blocks."""
+
+    @property
+    def num_blocks(self) -> int: ...
+    @property
+    def block_size(self) -> int: ...
+    def blocks_for(self, tokens: int) -> int: ...
+
+
+def unpack(numbers: Sequence[int], layout: Blocks) -> list[PoolHandle]:
+    """The handles of `pack`.
 
     Raises ValueError for anything that isn't such a list, or names blocks or lengths that don't fit the pool.
     """
@@ -128,12 +139,12 @@ def unpack(numbers: Sequence[int], *, num_blocks: int, block_size: int, more: in
     while at < len(numbers):
         tokens, count = [*numbers[at : at + 2], -1][:2]
         blocks = tuple(numbers[at + 2 : at + 2 + count]) if count > 0 else ()
-        if tokens < 1 or count != -(-(tokens + more) // block_size) or len(blocks) != count:
+        if tokens < 1 or count != layout.blocks_for(tokens) or len(blocks) != count:
             raise ValueError(
-                f"documents: {tokens} tokens in {count} blocks of {block_size} at place {at} of {len(numbers)}"
+                f"documents: {tokens} tokens in {count} blocks of {layout.block_size} at place {at} of {len(numbers)}"
             )
-        if not all(0 <= block < num_blocks for block in blocks):
-            raise ValueError(f"documents: blocks {blocks[:4]} at place {at}, but the pool has {num_blocks}")
+        if not all(0 <= block < layout.num_blocks for block in blocks):
+            raise ValueError(f"documents: blocks {blocks[:4]} at place {at}, but the pool has {layout.num_blocks}")
         handles.append(PoolHandle(tokens, blocks))
         at += 2 + count
     return handles

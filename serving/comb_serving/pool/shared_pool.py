@@ -85,6 +85,10 @@ class PoolLayout:
         """Blocks that a document of so many tokens takes."""
         return -(-(tokens + self.sink_tokens) // self.block_size)
 
+    def table(self, handles: Sequence[PoolHandle]) -> BlockTable:
+        """Where documents lie, each behind its sink."""
+        return BlockTable([(self.sink_tokens + handle.tokens, handle.blocks) for handle in handles], self.block_size)
+
 
 class SharedPool:
     """A mapped pool. `create` in the process that owns it, `attach` in the others.
@@ -143,8 +147,7 @@ class SharedPool:
 
     def slots(self, handle: PoolHandle) -> Tensor:
         """Slots of a document's keys [sink_tokens + tokens] int64, in order."""
-        table = BlockTable([(self.layout.sink_tokens + handle.tokens, handle.blocks)], self.layout.block_size)
-        return table.slots(self.tensor.device)
+        return self.layout.table([handle]).slots(self.tensor.device)
 
     def layer(self, index: int) -> PagedLayer:
         """Keys and values of one cross layer, as attention takes them."""

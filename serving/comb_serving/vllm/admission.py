@@ -41,8 +41,7 @@ def check_arguments(extra_args: Mapping[str, Any] | None) -> None:
     path = own_path()
     if path is None or not manifest_of(path).exists():
         raise ValueError("this instance keeps no documents: start it with `comb serve`")
-    layout = PoolLayout(**json.loads(manifest_of(path).read_text()))
-    unpack(numbers, num_blocks=layout.num_blocks, block_size=layout.block_size, more=layout.sink_tokens)
+    unpack(numbers, PoolLayout(**json.loads(manifest_of(path).read_text())))
 
 
 class DocumentCheckV1(DocumentCheck, LogitsProcessor):

@@ -101,11 +101,8 @@ class RequestDocuments:
             return
         if self.pool is None:
             raise ValueError(f"request {request_id} has documents, but this instance has no pool for them")
-        layout = self.pool.layout
-        room = {"num_blocks": layout.num_blocks, "block_size": layout.block_size, "more": layout.sink_tokens}
-        handles = unpack(capability.documents, **room)
-        documents = [(layout.sink_tokens + handle.tokens, handle.blocks) for handle in handles]
-        self._tables[request_id] = BlockTable(documents, layout.block_size), capability.prefix_of(prompt)
+        table = self.pool.layout.table(unpack(capability.documents, self.pool.layout))
+        self._tables[request_id] = table, capability.prefix_of(prompt)
 
     def remove(self, request_id: str) -> None:
         """Forgets a request; one that isn't known is no error."""

@@ -55,9 +55,10 @@ def answers(
     if targets.share.rank > 0:  # the rest is the same on every rank
         return
     console.print(f"data: {run.counts}")
+    stops, more = ", ".join(map(str, made.stop_token_ids[:8])), len(made.stop_token_ids) - 8
     console.print(
-        f"settings: {escape(made.model)}, {made.dtype}, weights {made.weights}, greedy, at most "
-        f"{made.max_new_tokens} tokens, stop tokens {', '.join(map(str, made.stop_token_ids))}"
+        f"settings: {escape(made.model)}, {made.dtype}, weights {made.weights}, greedy, at most {made.max_new_tokens} "
+        f"tokens, stop tokens {stops}{f' and {more} more' if more > 0 else ''}"  # `data.stop` is in hundreds of them
     )
     if targets.scores is not None:
         console.print(f"agreement with the data's answers: {100 * targets.scores.em:.1f}% exact match")

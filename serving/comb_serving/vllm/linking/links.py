@@ -104,8 +104,7 @@ def link_of(request: Any, capability: Capability, layout: LinkingLayout, started
     if request.skip_reading_prefix_cache:  # for log-probabilities of the prompt: vLLM would compute what is linked
         raise ValueError("it has documents linked and all of its prompt computed")
     spans = capability.spans_in(prompt)
-    room = {"num_blocks": layout.num_blocks, "block_size": layout.block_size, "more": layout.state_rows}
-    handles = unpack(capability.documents, **room)
+    handles = unpack(capability.documents, layout)
     if capability.snapshot and not started.states:
         raise ValueError(f"{started.name} finds what is in front of documents in vLLM's prefix cache")
     if capability.snapshot and capability.method != COMPILE:
