@@ -125,8 +125,9 @@ class QuestionOptions(ModelOptions):
         arguments = template_arguments(self.chat_template_kwargs)
         tokenizer = load_tokenizer(self.model, model, chat_template_kwargs=arguments)
         document = self.document_template or trained.get("document_template")
-        prefix = trained.get("prefix", trained.get("head"))  # `head` in records of earlier versions
-        builder = PromptBuilder(tokenizer, document_template=document, prefix=prefix, stop=trained.get("stop") or "")
+        builder = PromptBuilder(
+            tokenizer, document_template=document, prefix=trained.get("prefix"), stop=trained.get("stop") or ""
+        )
         return Setting(model, tokenizer, builder, query, self.splitter)
 
     def read(self) -> tuple[list[Example], Counts]:

@@ -86,7 +86,7 @@ def check_segments(
                 for spec, method in methods.items():
                     picaches = method.compile([list(segment) for segment in prompt.segments])
                     gaps = [list(gap) for gap in prompt.gaps]
-                    linked = method.link(picaches, list(prompt.tail), prefix_ids=list(prompt.prefix), gaps=gaps)
+                    linked = method.link(picaches, list(prompt.query), prefix_ids=list(prompt.prefix), gaps=gaps)
                     kl = float(kl_divergence(expected, linked.answer_logits(answer[: len(expected)])).mean())
                     name = kind if group in KINDS else f"{group}/{kind}"
                     found.setdefault((spec, name), []).append((kl, share))

@@ -108,22 +108,22 @@ class Example:
 
 @dataclass(frozen=True)
 class Prompt:
-    """Token ids of one prompt: ``prefix + segments + tail``; the segments are the documents, each on its own.
+    """Token ids of one prompt: ``prefix + segments + query``; the segments are the documents, each on its own.
 
     `gaps` are the fresh tokens between segments, one entry less than these; empty where all follow each other.
     """
 
     prefix: tuple[int, ...]
     segments: tuple[tuple[int, ...], ...]
-    tail: tuple[int, ...]
+    query: tuple[int, ...]
     gaps: tuple[tuple[int, ...], ...] = ()
 
     @property
     def fresh(self) -> tuple[tuple[int, ...], ...]:
         """The tokens in front of each segment, and last those behind all."""
         if not self.segments:
-            return ((*self.prefix, *self.tail),)
-        return (self.prefix, *(self.gaps or ((),) * (len(self.segments) - 1)), self.tail)
+            return ((*self.prefix, *self.query),)
+        return (self.prefix, *(self.gaps or ((),) * (len(self.segments) - 1)), self.query)
 
     @property
     def flat(self) -> tuple[int, ...]:
@@ -141,7 +141,7 @@ class Prompt:
         return tuple(found)
 
     @property
-    def query(self) -> tuple[int, ...]:
+    def bare(self) -> tuple[int, ...]:
         """The prompt without its documents, as a COMB decoder reads it."""
         return tuple(chain.from_iterable(self.fresh))
 
@@ -156,8 +156,8 @@ class Prompt:
             position += len(run)
             if count < position + len(segment) or index == len(self.segments):
                 ahead = (run[inside:], *fresh[index + 1 :])
-                prefix, *gaps, tail = ahead if len(ahead) > 1 else ((), *ahead)
-                rest = Prompt(prefix, self.segments[index:], tail, tuple(gaps) if any(gaps) else ())
+                prefix, *gaps, query = ahead if len(ahead) > 1 else ((), *ahead)
+                rest = Prompt(prefix, self.segments[index:], query, tuple(gaps) if any(gaps) else ())
                 return min(count, position), index, rest
             position += len(segment)
         raise AssertionError("the last run has no segment behind it")
@@ -185,8 +185,8 @@ def _assembled(
         # raw text without documents keeps what the tokenizer puts in front of it apart all the same
         place = blocks.index(DOCUMENTS) if DOCUMENTS in blocks else 0
         return Prompt(tuple(fresh[0][:place]), (), tuple(fresh[0][place:]))
-    prefix, *gaps, tail = (tuple(ids) for ids in fresh)
-    return Prompt(prefix, tuple(placed), tail, tuple(gaps) if any(gaps) else ())
+    prefix, *gaps, query = (tuple(ids) for ids in fresh)
+    return Prompt(prefix, tuple(placed), query, tuple(gaps) if any(gaps) else ())
 
 
 @dataclass(frozen=True, eq=False)

@@ -132,6 +132,8 @@ class SegmentFinder:
         if joints is None:
             return []
         pieces, lines, blank, strong = joints
+        paragraphs = pairwise(sorted({*blank, *strong, len(token_ids)}))
+        alone = {at for at, end in paragraphs if at in blank and end - at >= self.least}
 
         def ends(begin: int, at: int) -> bool:
             """Whether the segment that began at `begin` ends in front of token `at`."""
@@ -139,7 +141,8 @@ class SegmentFinder:
             if at in strong or size >= self.most:
                 return True
             if size < self.least:
-                return False
+                # a line with a date, or a heading, in front of a paragraph doesn't make another of it
+                return at in alone and not re.search(r"[^\n]\n[^\n]", "".join(pieces[begin:at]))
             if at in blank:
                 return True
             chance = zlib.crc32(array("q", token_ids[at : at + _LOOK]).tobytes())

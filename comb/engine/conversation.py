@@ -225,7 +225,7 @@ def _beginning(
         reason = method.why_not_continue()
     if past is None or reason:
         return None, 0, prompt, reason
-    token_ids = prompt.flat if inside else prompt.query
+    token_ids = prompt.flat if inside else prompt.bare
     same = common_length(past.token_ids, token_ids)
     # one token at least is left to compute: its logits are what decoding starts from
     cut, segments, rest = min(same, len(token_ids) - 1), 0, prompt

@@ -166,10 +166,10 @@ class AnswerSteps:
             {name: [segment.token_ids for segment in parts] for name, parts in inside.items()},
         )
         if not (encoder and self.method.uses_encoder):  # else documents are no tokens of the prompt
-            own = len(prompt.prefix) + sum(map(len, prompt.gaps)) + len(prompt.tail)
+            own = len(prompt.prefix) + sum(map(len, prompt.gaps)) + len(prompt.query)
             self.method.check_prompt(sum(len(segment.token_ids) for segment in every), own)
         # an embedding of the query that has changed in silence makes it another model, with other keys
-        if encoder and self.method.notice_rows(prompt.query):
+        if encoder and self.method.notice_rows(prompt.bare):
             every = self.keyed_anew(every)
         return every, prompt
 
@@ -229,7 +229,7 @@ class AnswerSteps:
                 picaches = [references[segment.key].picache for segment in segments]
             else:  # tokens of the prompt like all others
                 picaches = [token_picache(method.fingerprint, segment.token_ids) for segment in segments]
-            rows.append(LinkRequest(picaches, prompt.tail, prompt.prefix, prompt.gaps, self.salt))
+            rows.append(LinkRequest(picaches, prompt.query, prompt.prefix, prompt.gaps, self.salt))
         with nullcontext() if self.mac is None else MacSession(method.model, self.mac) as session:
             yield method.link_batch(rows) if past is None else method.continue_row(past, rows[0]), session
 

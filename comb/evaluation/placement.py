@@ -98,7 +98,7 @@ def measure_placement(backbone: PreTrainedModel, prompts: Sequence[Asked], *, ba
         for index, attention in chosen.items():
             with hidden_in(attention, batch.hidden):
                 losses[index] += _divergence(reference, batch.logprobs(backbone))
-        bare = _Batch([(Prompt((), (), prompt.query), answer) for prompt, answer in rows], backbone.device)
+        bare = _Batch([(Prompt((), (), prompt.bare), answer) for prompt, answer in rows], backbone.device)
         without += _divergence(reference, bare.logprobs(backbone))
     return Placement({index: loss / count for index, loss in losses.items()}, without / count)
 

@@ -73,7 +73,7 @@ class Setting:
         """Of the prompt, with or without its documents in it."""
         segments = [self.builder.segment(document) for document in example.documents]
         prompt = self.builder.build(self.request("full", example)[0], segments)
-        return len(prompt.flat if documents else prompt.query)
+        return len(prompt.flat if documents else prompt.bare)
 
 
 @dataclass(frozen=True)

@@ -201,15 +201,15 @@ class PrefixMethod(TokensOnly):
         # the last token is always computed anew: its logits are what decoding starts from
         prefix = list(row.prefix_ids) if segments or row.query_ids else []
         pieces = [gap + segment for gap, segment in zip([[], *fresh[1:-1]], segments, strict=False)]
-        tail = fresh[-1] if segments or not prefix else list(row.query_ids)
-        prompt = [*prefix, *chain.from_iterable(pieces), *tail]
+        query = fresh[-1] if segments or not prefix else list(row.query_ids)
+        prompt = [*prefix, *chain.from_iterable(pieces), *query]
         input_ids, attention_mask = self.tensors([prompt])
         state, uses = DecodeState(self.backbone, input_ids, attention_mask), list[SegmentUse]()
         with exclusive(self.backbone), counted_passes() as passed:
             found, known = Prefix(), prefixes_of(self.backbone)
             if prefix:
                 found, state.prefix_tokens = known.find(self.backbone, prefix, row.salt)
-            for piece in pieces if tail else pieces[:-1]:
+            for piece in pieces if query else pieces[:-1]:
                 before = found.nbytes
                 found, reused = known.find(self.backbone, [*found.token_ids, *piece], row.salt)
                 nbytes = found.nbytes - before

@@ -94,8 +94,8 @@ def test_a_document_that_spells_a_special_token_stays_text(text: str) -> None:
     # in messages and raw prompts it is what it is without documents
     for built, same in ((builder.build(text, [segment]), builder.build(text)),
                         (builder.complete(text, [segment]), builder.complete(text))):  # fmt: skip
-        assert built.query == same.query
-        assert special & set(ids(tokenizer, text)) <= set(same.query)
+        assert built.bare == same.bare
+        assert special & set(ids(tokenizer, text)) <= set(same.bare)
 
 
 def test_threads_share_a_tokenizer() -> None:
@@ -122,7 +122,7 @@ def test_a_lead_stands_in_front_of_the_documents() -> None:
         prompt = builder.build("why?", [builder.segment("one")])
         text = tokenizer.decode(prompt.flat)
         assert text.endswith("Read <|end|>.\none\nwhy?" + ("" if prefix else "<|assistant|>"))
-        assert prompt.query == builder.build("why?").query
+        assert prompt.bare == builder.build("why?").bare
         plain = PromptBuilder(tokenizer, prefix=prefix).build("why?", [builder.segment("one")])
         assert len(prompt.flat) == len(plain.flat) + len("Read .\n") + 1
 
@@ -141,8 +141,8 @@ def test_raw_text_is_completed_without_a_chat_template() -> None:
     for tokenizer in (chatty, plain):
         prompt = PromptBuilder(tokenizer).complete("Q <|end|>", [(1, 2)])
         assert (prompt.prefix, prompt.segments) == ((), ((1, 2),))
-        assert prompt.tail == PromptBuilder(plain).build("Q <|end|>").flat == ids(plain, "Q <|end|>")
-    assert PromptBuilder(chatty).build("Q").tail != PromptBuilder(chatty).complete("Q").tail
+        assert prompt.query == PromptBuilder(plain).build("Q <|end|>").flat == ids(plain, "Q <|end|>")
+    assert PromptBuilder(chatty).build("Q").query != PromptBuilder(chatty).complete("Q").query
     with pytest.raises(ValueError, match="empty"):
         PromptBuilder(chatty).complete("")
     with pytest.raises(ValueError, match="need a tokenizer with a chat_template"):
@@ -253,7 +253,7 @@ def test_messages_are_laid_out_as_written() -> None:
     )
     assert prompt.segments == (a, c, b)
     assert [tokenizer.decode(gap) for gap in prompt.gaps] == ["<|user|>", "Given "]
-    assert prompt.query == (*prompt.prefix, *prompt.gaps[0], *prompt.gaps[1], *prompt.tail)
+    assert prompt.bare == (*prompt.prefix, *prompt.gaps[0], *prompt.gaps[1], *prompt.query)
 
 
 @pytest.mark.parametrize("spec", SPECS)

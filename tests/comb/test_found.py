@@ -138,6 +138,20 @@ def test_an_insertion_moves_what_it_is_in() -> None:
     assert len(before - after) <= len(before) // 4
 
 
+@pytest.mark.parametrize("between", ["\n\n", "\n\nShort.\n\n"])
+def test_a_line_that_changes_leaves_the_paragraph_behind_it_what_it_is(between: str) -> None:
+    """An agent's date and folder, above all that comes again; the control: a paragraph that is no segment alone."""
+    finder, rules = SegmentFinder(NANO, least=16, most=256), passage(DRAW, 30)
+
+    def kept(paragraph: str) -> set[tuple[int, ...]]:
+        texts = (f"It is {when}.{between}{paragraph}\n\n{rules}" for when in ("noon in Rome", "late"))
+        first, other = (pieces(finder, NANO(text)["input_ids"]) for text in texts)
+        return first & other
+
+    assert len(kept(passage(DRAW, 20))) == 2
+    assert len(kept("Be brief.")) == 1
+
+
 def test_what_was_found_in_a_message_is_remembered_for_who_sent_it(monkeypatch: pytest.MonkeyPatch) -> None:
     finder, read = SegmentFinder(NANO, least=16, most=256), list[int]()
     joints = SegmentFinder._joints

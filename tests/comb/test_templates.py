@@ -89,7 +89,7 @@ def test_the_prompt_is_the_templates(name: str, chat: list[dict[str, Any]], part
         if name not in REFUSED:
             raise
         return
-    assert list(prompt.query) == expected
+    assert list(prompt.bare) == expected
     assert prompt.segments == (segment, segment)
     assert prompt.gaps == ()
 
@@ -117,7 +117,7 @@ def test_options_of_a_template_are_given_to_it() -> None:
         builder = PromptBuilder(tokenizer, chat_template_kwargs=options)
         expected = by_itself(tokenizer, chat, **options)
         assert list(builder.build(chat).flat) == expected != by_itself(tokenizer, chat)
-        assert list(builder.build(chat, [(1, 2)]).query) == expected
+        assert list(builder.build(chat, [(1, 2)]).bare) == expected
 
 
 def test_both_renderings_are_of_one_moment(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -132,7 +132,7 @@ def test_both_renderings_are_of_one_moment(monkeypatch: pytest.MonkeyPatch) -> N
             return MIDNIGHT + datetime.timedelta(seconds=next(later))
 
     monkeypatch.setattr(chat_template_utils, "datetime", Clock)
-    texts = [tokenizer.decode(builder.build("Hi", [(1, 2)]).query) for _ in range(3)]
+    texts = [tokenizer.decode(builder.build("Hi", [(1, 2)]).bare) for _ in range(3)]
     days = {text.partition("<|end|>")[0] for text in texts}
     assert days == {"<|system|>Today: 29 Feb 2024", "<|system|>Today: 01 Mar 2024"}
 
@@ -174,7 +174,7 @@ def test_answers_are_tokens_where_the_template_shows_them_whole() -> None:
         expected, written = by_itself(tokenizer, chat), tuple(tokenizer.encode(text))
         assert expected is not None
         for segments in ((), [(1, 2)]):
-            query = PromptBuilder(tokenizer).build(held, segments).query
+            query = PromptBuilder(tokenizer).build(held, segments).bare
             start = next((place for place in range(len(query)) if query[place : place + len(ids)] == ids), None)
             assert (start is not None) == stays
             if start is not None:
@@ -238,13 +238,13 @@ def test_tokens_around_documents_are_those_of_the_whole_text(kind: str, name: st
         assert list(builder.build(chat).flat) == whole
         prompt = builder.build(chat, [segment])
         # a token that a document comes in between is two; no other differs, and no space is added
-        pairs = (zip(prompt.query[::step], whole[::step], strict=False) for step in (1, -1))
+        pairs = (zip(prompt.bare[::step], whole[::step], strict=False) for step in (1, -1))
         same, rest = (next((n for n, (a, b) in enumerate(pair) if a != b), len(whole)) for pair in pairs)
         if "[INST]" not in MADE_UP[name]:
             assert len(whole) - rest <= same + 3
-        assert tokenizer.decode(prompt.query).replace(" ", "") == tokenizer.decode(whole).replace(" ", "")
+        assert tokenizer.decode(prompt.bare).replace(" ", "") == tokenizer.decode(whole).replace(" ", "")
         if kind in ("always", "first"):
-            ours, theirs = ("".join(tokenizer.convert_ids_to_tokens(list(ids))) for ids in (prompt.query, whole))
+            ours, theirs = ("".join(tokenizer.convert_ids_to_tokens(list(ids))) for ids in (prompt.bare, whole))
             assert ours.count("▁") == theirs.count("▁")
 
 
@@ -257,11 +257,11 @@ def test_raw_prompts_are_read_as_without_documents(kind: str) -> None:
     for text in ("<|user|>How deep?<|end|><|assistant|>", "How deep?", "\n\nHow", "<s>[INST] How [/INST]", " deep"):
         for ask in (builder.complete, builder.build):
             prompt = ask(text, [segment])
-            assert list(prompt.query) == tokenizer(text)["input_ids"]
-            assert ask(text).flat == prompt.query
+            assert list(prompt.bare) == tokenizer(text)["input_ids"]
+            assert ask(text).flat == prompt.bare
             assert prompt.prefix == (tokenizer.bos_token_id,)
         bare = builder.complete(text, [segment], add_special_tokens=False)
-        assert list(bare.query) == tokenizer(text, add_special_tokens=False)["input_ids"]
+        assert list(bare.bare) == tokenizer(text, add_special_tokens=False)["input_ids"]
         assert bare.prefix == ((tokenizer.bos_token_id,) if text.startswith("<s>") else ())
 
 
@@ -269,8 +269,8 @@ def test_few_shot_text_is_read_with_the_question() -> None:
     tokenizer = trained("bytes")
     builder = PromptBuilder(tokenizer, prefix="How deep?\n", lead="The <|end|>lake:\n")
     prompt = builder.build("How <|end|>", [(9, 9)])
-    assert list(prompt.query) == tokenizer("How deep?\nThe <|end|>lake:\nHow <|end|>")["input_ids"]
-    assert builder.build("How <|end|>").flat == prompt.query
+    assert list(prompt.bare) == tokenizer("How deep?\nThe <|end|>lake:\nHow <|end|>")["input_ids"]
+    assert builder.build("How <|end|>").flat == prompt.bare
 
 
 def test_a_tokenizer_that_reads_structure_in_any_text_is_refused() -> None:
@@ -294,7 +294,7 @@ def test_what_a_template_is_given_by_default_goes_with_the_tokenizer(tmp_path: P
     told = load_tokenizer(tmp_path, chat_template_kwargs={"enable_thinking": False})
     expected = by_itself(plain, chat, enable_thinking=False)
     assert by_itself(told, chat) == expected != by_itself(plain, chat)
-    assert list(PromptBuilder(told).build("Hi", [(1, 2)]).query) == expected
+    assert list(PromptBuilder(told).build("Hi", [(1, 2)]).bare) == expected
     assert by_itself(told, chat, enable_thinking=True) == by_itself(plain, chat)
     told.save_pretrained(tmp_path / "again")
     assert by_itself(load_tokenizer(tmp_path / "again"), chat) == expected

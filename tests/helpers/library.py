@@ -44,7 +44,7 @@ class Library:
             documents = [list(self.builder.segment(Document(text))) for text in texts]
             messages = [{"role": "user", "content": question}]
             built = self.builder.build(messages, documents) if chat else self.builder.complete(question, documents)
-            prompt = list(built.query if encoder else built.flat)
+            prompt = list(built.bare if encoder else built.flat)
             prefix = min(len(built.prefix), len(prompt) - 1) if self.model.config.exact_prefix else 0
             self.known[asked] = reference(self.model, prompt, documents if encoder else [], self.tokens, prefix)
         return self.known[asked]

@@ -37,12 +37,12 @@ FRONT = [25, 31, 47, 6, 19]  # what stands here for prose
 
 @dataclass(frozen=True)
 class LinkedPrompt:
-    """``prefix + document + gap + document + ... + tail``, its documents by name."""
+    """``prefix + document + gap + document + ... + query``, its documents by name."""
 
     names: str
     prefix: tuple[int, ...] = tuple(PREFIX)
     gaps: tuple[tuple[int, ...], ...] = ()
-    tail: tuple[int, ...] = (20, 21, 22, 23)
+    query: tuple[int, ...] = (20, 21, 22, 23)
 
     def built(self, documents: dict[str, list[int]]) -> tuple[list[int], tuple[tuple[int, int], ...]]:
         """Token ids, and where documents are in them."""
@@ -51,7 +51,7 @@ class LinkedPrompt:
             ids += gap
             spans.append((len(ids), len(documents[name])))
             ids += documents[name]
-        return [*ids, *self.tail], tuple(spans)
+        return [*ids, *self.query], tuple(spans)
 
 
 @dataclass
@@ -184,7 +184,7 @@ def library_logs(
     segments = [documents[name] for name in prompt.names]
     gaps = [list(gap) for gap in prompt.gaps]
     gaps += [[]] * (len(segments) - 1 - len(gaps))
-    state = made.link(made.compile(segments), list(prompt.tail), prefix_ids=list(prompt.prefix), gaps=gaps)
+    state = made.link(made.compile(segments), list(prompt.query), prefix_ids=list(prompt.prefix), gaps=gaps)
     _, logits = state.generate_with_logits(max_new_tokens=tokens, do_sample=False, eos_token_id=[], pad_token_id=0)
     return list(logits.float().log_softmax(-1))
 
@@ -193,9 +193,9 @@ PROMPTS = [
     LinkedPrompt("ABC"),
     LinkedPrompt("CAB", gaps=((30, 31), ())),
     LinkedPrompt("BB", prefix=()),  # the same document twice, and nothing in front
-    LinkedPrompt("C", prefix=(), tail=(5,)),  # exact
+    LinkedPrompt("C", prefix=(), query=(5,)),  # exact
     LinkedPrompt("CBA", gaps=((40,), (41, 42, 43))),
-    LinkedPrompt("AC", tail=tuple(range(50, 90))),
+    LinkedPrompt("AC", query=tuple(range(50, 90))),
 ]
 # vLLM's CPU attention knows prefix sizes from 32 on
 WIDE = {**BASE, "hidden_size": 64, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 32}

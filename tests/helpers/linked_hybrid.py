@@ -44,9 +44,9 @@ PROMPTS = [
     LinkedPrompt("ABC"),
     LinkedPrompt("CAB", gaps=((30, 31), ())),
     LinkedPrompt("BB", prefix=()),  # the same document twice, and nothing in front
-    LinkedPrompt("A", prefix=(), tail=(5,)),  # exact
+    LinkedPrompt("A", prefix=(), query=(5,)),  # exact
     LinkedPrompt("CDEA", gaps=((40,), (41, 42, 43))),
-    LinkedPrompt("AC", tail=()),  # a document ends the prompt
+    LinkedPrompt("AC", query=()),  # a document ends the prompt
 ]
 
 

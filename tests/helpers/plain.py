@@ -52,7 +52,7 @@ class PlainLibrary:
         if compiled_by is not None:
             compiled = [replace(each, fingerprint=made.fingerprint) for each in compiled]  # else they are refused
         gaps = [list(gap) for gap in prompt.gaps] or None
-        state = made.link(compiled, list(prompt.tail), prefix_ids=list(prompt.prefix), gaps=gaps)
+        state = made.link(compiled, list(prompt.query), prefix_ids=list(prompt.prefix), gaps=gaps)
         ids, logits = state.generate_with_logits(
             max_new_tokens=tokens, do_sample=False, eos_token_id=[], pad_token_id=0
         )

@@ -137,8 +137,8 @@ def test_what_is_computed_is_never_found_where_it_is_loaded(linked: LinkedEngine
     """A document's last token is computed where nothing follows it, and the rest of it by methods with seams."""
     linked.llm.reset_prefix_cache()
     for names, prefix in (("A", 19), ("BB", 16), ("C", 2), ("AB", 11)):  # together whole blocks of 32
-        ends = LinkedPrompt(names, prefix=tuple(range(10, 10 + prefix)), tail=())
-        longer = LinkedPrompt(names, prefix=ends.prefix, tail=(20, 21, 22))
+        ends = LinkedPrompt(names, prefix=tuple(range(10, 10 + prefix)), query=())
+        longer = LinkedPrompt(names, prefix=ends.prefix, query=(20, 21, 22))
         for method in map(linked.behind, ("naive", "legolink:4", "attnlink:6", "legolink:16", "naive")):
             linked.ask([(ends, method)])
             (found,) = linked.ask([(longer, method)])

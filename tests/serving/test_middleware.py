@@ -43,11 +43,11 @@ async def test_documents_become_handles_and_the_prompt_is_the_builders(server: S
     assert [handle.tokens for handle in handles] == list(map(len, SEGMENTS))
     assert documents_of(second) == handles[::-1]
     assert first["cache_salt"] != second["cache_salt"]
-    assert first["kv_transfer_params"] == {"prompt_token_ids": list(BUILDER.build(ASKED).query)}
+    assert first["kv_transfer_params"] == {"prompt_token_ids": list(BUILDER.build(ASKED).bare)}
     assert (cold.states, warm.states) == (["encoded"] * 2, ["hit"] * 2)
     documents = sum(handle.tokens for handle in handles)
     usage = warm.json["usage"]
-    assert usage["prompt_tokens"] == documents + len(BUILDER.build(ASKED).query)
+    assert usage["prompt_tokens"] == documents + len(BUILDER.build(ASKED).bare)
     assert usage["prompt_tokens_details"]["cached_tokens"] == documents
 
 
@@ -80,7 +80,7 @@ async def test_completions_take_texts_and_ids(server: Server) -> None:
     for prompt in ("Where?", ["Where?", [5, 6]], [5, 6, 7]):
         answer = await server.post(COMPLETIONS, {"prompt": prompt, "documents": DOCUMENTS[1:]})
         assert answer.status == 200, answer.body
-    query = list(BUILDER.complete("Where?").query)
+    query = list(BUILDER.complete("Where?").bare)
     assert [body["prompt"] for body in server.echo.bodies] == [[query], [query, [5, 6]], [[5, 6, 7]]]
     answer = await server.post(COMPLETIONS, {"prompt": [[5], [6]], "documents": DOCUMENTS[1:]})
     assert answer.json["usage"]["prompt_tokens"] == 2 + 2 * len(SEGMENTS[1])
@@ -98,7 +98,7 @@ async def test_the_prefix_of_each_prompt_is_stated_with_its_documents_and_salted
         stated.append(Capability.verify(server.echo.bodies[-1]["vllm_xargs"][KEY], SECRET))
     prompt = BUILDER.build(asked, (), {text[:2]: SEGMENTS[1:]})
     assert [found.prefixes for found in stated] == [(len(prompt.prefix),)] * 3
-    assert stated[2].prefix_of(prompt.query) == len(prompt.prefix) > len(BUILDER.build(ASKED, SEGMENTS).prefix)
+    assert stated[2].prefix_of(prompt.bare) == len(prompt.prefix) > len(BUILDER.build(ASKED, SEGMENTS).prefix)
     assert stated[0].prefix_salt == stated[1].prefix_salt != stated[2].prefix_salt
     # a prompt without documents begins alike
     await server.post(CHAT, {"messages": ASKED}, "alice")
@@ -192,7 +192,7 @@ async def test_the_other_ways_to_ask_have_the_same_prompt(path: str, encoder: bo
     assert answer.status == 200, answer.body
     (got,) = server.echo.bodies
     built = BUILDER.build("Where?", SEGMENTS)
-    ids = list(built.query if encoder else built.flat)
+    ids = list(built.bare if encoder else built.flat)
     assert got["kv_transfer_params"] == {"prompt_token_ids": ids}
     assert len(documents_of(got)) == (2 if encoder else 0)
     found = Capability.verify(got["vllm_xargs"][KEY], SECRET)
@@ -219,7 +219,7 @@ def test_system_texts_stand_where_each_way_has_them() -> None:
 
 async def test_a_responses_text_is_a_users_message_and_tools_are_rendered_by_vllm(server: Server) -> None:
     assert (await server.post(RESPONSES, {"input": "Where?", "documents": DOCUMENTS})).status == 200
-    ids = list(BUILDER.build("Where?").query)
+    ids = list(BUILDER.build("Where?").bare)
     assert server.echo.bodies[0]["kv_transfer_params"] == {"prompt_token_ids": ids}
     calls = [
         (RESPONSES, {"input": [{"type": "function_call_output", "call_id": "a", "output": "x"}]}),
@@ -321,7 +321,7 @@ async def test_a_stream_carries_the_report_in_its_first_chunk_and_usage_where_vl
     assert events[-1] == "[DONE]"
     assert [("comb" in event) for event in events[:-1]] == [True, False, False]
     assert events[0]["choices"][0]["delta"]["content"] == "a"
-    assert events[-2]["usage"]["prompt_tokens"] > len(BUILDER.build(ASKED).query)
+    assert events[-2]["usage"]["prompt_tokens"] > len(BUILDER.build(ASKED).bare)
     assert [("usage" in event) for event in events[:-1]] == [False, False, True]
     plain = (await server.post(CHAT, {"messages": ASKED, "stream": True})).events
     assert "comb" not in json.dumps(plain)

@@ -135,7 +135,7 @@ async def test_a_chat_with_documents_is_vllms_chat_around_them(
             if expected is not None and name not in REFUSED:
                 raise
             continue
-        assert list(prompt.query) == expected
+        assert list(prompt.bare) == expected
         assert len(prompt.segments) == 1
 
 
@@ -159,10 +159,10 @@ async def test_what_vllm_does_with_messages_is_done(name: str) -> None:
         {"messages": told[:1], "reasoning_effort": "low", "chat_template_kwargs": {"other": 3}},
     ]  # fmt: skip
     for body in chats:
-        assert list((await over_http(tokenizer, CHAT, body)).query) == by_vllm(tokenizer, CHAT, {"model": "m", **body})
+        assert list((await over_http(tokenizer, CHAT, body)).bare) == by_vllm(tokenizer, CHAT, {"model": "m", **body})
     turns = [{"role": role, "content": "Hi"} for role in ("user", "system", "user")]
     inline = {"model": "m", "max_tokens": 3, "system": "A", "messages": turns}
-    assert list((await over_http(tokenizer, MESSAGES, inline)).query) == by_vllm(tokenizer, MESSAGES, inline)
+    assert list((await over_http(tokenizer, MESSAGES, inline)).bare) == by_vllm(tokenizer, MESSAGES, inline)
 
 
 @pytest.mark.parametrize("asked", [{}, {"enable_thinking": True}, {"enable_thinking": None}])
@@ -170,7 +170,7 @@ async def test_a_servers_usual_arguments_are_those_of_vllm(asked: dict[str, Any]
     tokenizer, usual = byte_tokenizer(MADE_UP["thinking of earlier answers is dropped"]), {"enable_thinking": False}
     for path, body in bodies([("user", "Hi"), ("assistant", "Ho"), ("user", "So?")]).items():
         body = body if path == MESSAGES else {**body, "chat_template_kwargs": asked}
-        built = list((await over_http(tokenizer, path, body, chat_template_kwargs=usual)).query)
+        built = list((await over_http(tokenizer, path, body, chat_template_kwargs=usual)).bare)
         assert built == by_vllm(tokenizer, path, body, usual)
         if not asked or path == MESSAGES:
             assert built != by_vllm(tokenizer, path, body)
@@ -219,7 +219,7 @@ async def test_raw_prompts_keep_what_vllm_puts_around_them() -> None:
     text = "<|user|>Hi<|end|>"
     for special in (True, False):
         prompt = await over_http(tokenizer, COMPLETIONS, {"prompt": text, "add_special_tokens": special})
-        assert list(prompt.query) == tokenizer.encode(text, add_special_tokens=special)
+        assert list(prompt.bare) == tokenizer.encode(text, add_special_tokens=special)
 
 
 def test_a_model_with_mistrals_own_tokenizer_answers(tmp_path: Path) -> None:
@@ -237,7 +237,7 @@ def test_a_model_with_mistrals_own_tokenizer_answers(tmp_path: Path) -> None:
     segment = builder.segment("The [INST] lake</s> is 12 m deep.")
     assert not set(tokenizer.all_special_ids).intersection(segment)
     raw = builder.complete("How [INST]", [segment])
-    assert (list(raw.query), raw.prefix) == (tokenizer.encode("How [INST]"), (tokenizer.bos_token_id,))
+    assert (list(raw.bare), raw.prefix) == (tokenizer.encode("How [INST]"), (tokenizer.bos_token_id,))
     for chat in (
         [{"role": "user", "content": "How déep? \u2603"}],
         [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "Hi"},
@@ -246,7 +246,7 @@ def test_a_model_with_mistrals_own_tokenizer_answers(tmp_path: Path) -> None:
     ):  # fmt: skip
         whole = tokenizer.apply_chat_template(chat, tokenize=True, return_dict=False)
         assert list(builder.build(chat).flat) == whole
-        assert list(builder.build(chat, [segment]).query) == whole
+        assert list(builder.build(chat, [segment]).bare) == whole
     engine = PICEngine.from_pretrained(tmp_path, method="naive")
     answer = engine.ask("How deep?", ["The lake is 12 m deep."], max_new_tokens=2)
     assert answer.report.prompt_tokens == len(

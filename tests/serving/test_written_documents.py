@@ -37,7 +37,7 @@ async def test_they_are_documents_at_their_place(method: str | None) -> None:
     first, second = SEGMENTS
     referenced = [{"type": "document", "id": "x"}, {"type": "document", "id": "y"}, QUESTION]
     built = BUILDER.build([{"role": "user", "content": referenced}], [], {"x": [first], "y": [second]})
-    ids = list(built.flat if method else built.query)
+    ids = list(built.flat if method else built.bare)
     assert got["kv_transfer_params"] == {"prompt_token_ids": ids}
     handles = unpack(Capability.verify(got["vllm_xargs"][KEY], SECRET).documents, LAYOUT)
     assert [handle.tokens for handle in handles] == [len(first), len(second)]

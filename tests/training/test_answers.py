@@ -167,7 +167,7 @@ def test_other_weights_settings_or_prompts_are_other_answers(
     elif change == "stops":
         options["stops"] = (1, 9)
     else:
-        asked = [TrainingExample(Prompt((3,), e.segments, (*e.prompt.tail, 9)), (1,), e.id) for e in examples]
+        asked = [TrainingExample(Prompt((3,), e.segments, (*e.prompt.query, 9)), (1,), e.id) for e in examples]
     generated = record_questions(monkeypatch)
     there = answer_on_policy(model, asked, folder=tmp_path, **options)
     assert sorted(str(e.id) for e in generated) == sorted(str(e.id) for e in asked)

@@ -141,7 +141,7 @@ def test_a_teacher_reads_the_same_text_and_its_answers_are_written_anew(
         assert asked[str(number)].startswith(documents)
         question = asked[str(number)].removeprefix(documents)
         assert question.strip()
-        assert question in run.tokenizer.decode(source.prompt.tail)
+        assert question in run.tokenizer.decode(source.prompt.query)
     assert run.counts.truncated["answer cut at 48 tokens"] == 12
     assert targets.texts == [f"Nobody knows {number}." for number in range(24)]
 

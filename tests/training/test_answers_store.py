@@ -138,7 +138,7 @@ class Echo:
         if len(self.asked) == self.fails_at:
             raise RuntimeError("out of memory")
         self.asked += [example.id for example in examples]
-        return [StoredAnswer((example.prompt.tail[0], 1), True) for example in examples]
+        return [StoredAnswer((example.prompt.query[0], 1), True) for example in examples]
 
     def close(self) -> None:
         self.closed += 1
@@ -161,7 +161,7 @@ def ask(engine: Echo, folder: Path, share: Share | None = None) -> generate.Answ
 
 
 def expected() -> list[StoredAnswer]:
-    return [StoredAnswer((q.prompt.tail[0], 1), True, f"text {q.prompt.tail[0]}") for q in questions()]
+    return [StoredAnswer((q.prompt.query[0], 1), True, f"text {q.prompt.query[0]}") for q in questions()]
 
 
 def test_ranks_answer_disjoint_sets_of_documents_and_all_of_them_together(tmp_path: Path) -> None:

@@ -37,7 +37,7 @@ def row(id: object, documents: tuple[tuple[int, ...], ...], query: int = 2, targ
 def test_tokenize_gives_the_prompt_without_documents_and_the_target(builder: PromptBuilder) -> None:
     [tokenized] = tokenize([example(["ab", "c"], "Q: q?")], builder, Counts())
     decode = builder.tokenizer.decode
-    assert decode(tokenized.prompt.query) == "<user>Q: q?"
+    assert decode(tokenized.prompt.bare) == "<user>Q: q?"
     assert [decode(segment) for segment in tokenized.segments] == ["ab\n", "c\n"]
     assert decode(tokenized.target) == "yes<end>"
     assert tokenized.references == ("yes",)
@@ -58,7 +58,7 @@ def test_questions_over_the_same_documents_share_a_row(builder: PromptBuilder) -
     )
     joined = join_questions(rows, 3, plain)
     assert [(row.id, decode(row.segments[0])[0]) for row in joined] == [("0", "x"), ("3", "x"), ("4", "y"), ("5", "x")]
-    assert decode(joined[0].prompt.query) == 'H Q0 "'
+    assert decode(joined[0].prompt.bare) == 'H Q0 "'
     assert decode(joined[0].target) == 'a0"\n\nQ1 "a1"\n\nQ2 "a2"<end>'  # as a prefix's examples are written
     labels = Collator(0)(joined[:1])["labels"][0]
     assert decode(labels[labels != IGNORED]) == 'a0"a1"a2"<end>'  # the questions between are given
@@ -91,13 +91,13 @@ def test_collator_counts_the_target_only_and_pads_on_the_right(builder: PromptBu
     examples = tokenize([example(["a"], "q?", "yes"), example(["b"], "longer?", "no")], builder, Counts())
     batch = Collator(0)(examples)
     for row, item in enumerate(examples):
-        length = len(item.prompt.query) + len(item.target)
+        length = len(item.prompt.bare) + len(item.target)
         ids, labels = batch["input_ids"][row], batch["labels"][row]
-        assert ids[:length].tolist() == [*item.prompt.query, *item.target]
+        assert ids[:length].tolist() == [*item.prompt.bare, *item.target]
         assert ids[length:].eq(0).all()
         assert batch["attention_mask"][row].tolist() == [1] * length + [0] * (len(ids) - length)
         assert labels[labels != IGNORED].tolist() == list(item.target)
-        assert labels.ne(IGNORED).nonzero()[0].item() == len(item.prompt.query)
+        assert labels.ne(IGNORED).nonzero()[0].item() == len(item.prompt.bare)
     assert batch["labels"].ne(IGNORED).sum() == len("yes") + len("no") + 2
 
 

@@ -61,7 +61,7 @@ def test_a_row_is_trained_as_it_is_linked(exact: bool, tmp_path: Path) -> None:
         otherwise = model(**{**batch, **readers}).logits
     for row, example in enumerate(rows):
         wanted = (labels[row, 1:] != IGNORED).nonzero()[:, 0]
-        state = linking.link(linking.compile(example.segments), example.prompt.tail, prefix_ids=example.prompt.prefix)
+        state = linking.link(linking.compile(example.segments), example.prompt.query, prefix_ids=example.prompt.prefix)
         linked = state.answer_logits(example.target)
         torch.testing.assert_close(linked, logits[row, wanted], rtol=1e-4, atol=1e-4)
         assert (linked - otherwise[row, wanted]).abs().max() > 1e-3

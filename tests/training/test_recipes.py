@@ -64,7 +64,7 @@ def test_a_recipe_from_training_to_the_hub(recipe: str, tmp_path: Path, monkeypa
     assert trained.exit_code == 0, trained.output
     thoughtless = "<think>\n\n</think>" in template
     asked = PICEngine.from_pretrained("out")
-    prompt = asked.tokenizer.decode(asked.prompt_builder.build("Who?", [(5, 6)]).query)
+    prompt = asked.tokenizer.decode(asked.prompt_builder.build("Who?", [(5, 6)]).bare)
     assert prompt.endswith("<think>\n\n</think>\n\n" if thoughtless else "<|end_header_id|>\n\n")
     trained_for = "linktokens" if recipe == "front" else "comb"
     assert invoke("eval", "out", "--limit", "2", "--methods", f"full,{trained_for}").exit_code == 0

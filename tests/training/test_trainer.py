@@ -249,7 +249,7 @@ def test_tokens_per_second_are_without_the_time_of_an_evaluation(
     monkeypatch.setattr("comb_training.trainer.trainer.heldout_losses", lambda *_, **__: time.sleep(2) or {})
     run = trainer(comb_model(), tmp_path, heldout=examples(2), steps=3, eval_steps=1)
     run.train()
-    tokens = max(sum(map(len, (*row.segments, row.prompt.query, row.target))) for row in examples())
+    tokens = max(sum(map(len, (*row.segments, row.prompt.bare, row.target))) for row in examples())
     speeds = run.logged("tokens_per_second")
     assert [step for step, _ in speeds] == [2, 3]  # the first step warms up
     assert all(speed > 4 * tokens / 2 for _, speed in speeds)

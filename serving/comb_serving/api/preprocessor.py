@@ -44,7 +44,7 @@ logger = logging.getLogger(__name__)
 Result = TypeVar("Result")
 Gone = Callable[[], bool]  # whether nobody waits for a result any more
 
-LEAST_HEAD = 64  # tokens in front of documents that are worth being kept
+LEAST_PREFIX = 64  # tokens in front of documents that are worth being kept
 PROMPT_IDS = "prompt_token_ids"  # in kv_transfer_params: vLLM takes these ids and renders no template
 
 
@@ -194,7 +194,7 @@ class Preprocessor:
 
         # of a hybrid, no prefix cache keeps the beginning of a prompt beside documents
         start = request.spans[0][0][0] if len(request.spans) == 1 and request.spans[0] else 0
-        if self.sightings is None or not method.states or start < LEAST_HEAD:
+        if self.sightings is None or not method.states or start < LEAST_PREFIX:
             return request
         ids = tuple(request.prompts[0][:start])
         try:
@@ -425,7 +425,7 @@ class Preprocessor:
                 built = [builder.build(messages, [segment.token_ids for segment in listed], referenced)]
             except Exception as error:  # whatever a template raises over a user's messages is the messages' fault
                 raise RequestError(400, f"the messages can't be rendered: {error}", param="messages") from error
-        prompts = tuple(list(prompt.flat if in_prompt else prompt.query) for prompt in built)
+        prompts = tuple(list(prompt.flat if in_prompt else prompt.bare) for prompt in built)
         if path == COMPLETIONS:
             body = {**request.body, "prompt": list(prompts)}
         else:
@@ -434,7 +434,7 @@ class Preprocessor:
         if in_prompt:
             return replace(request, body=body, prompts=prompts, spans=tuple(prompt.spans for prompt in built))
         # the last token always reads: what is asked about documents stands behind them
-        lengths = [min(len(prompt.prefix), len(prompt.query) - 1) for prompt in built] if self.exact_prefix else ()
+        lengths = [min(len(prompt.prefix), len(prompt.bare) - 1) for prompt in built] if self.exact_prefix else ()
         return replace(request, body=body, prompts=prompts, prefixes=tuple(lengths))
 
     def _completions(self, request: PreprocessedRequest, builder: PromptBuilder, gone: Gone) -> list[Prompt]:

@@ -119,10 +119,10 @@ class TransformersEngine:
         self, examples: Sequence[TrainingExample], drafts: Sequence[tuple[int, ...]] | None = None
     ) -> tuple[Tensor, Tensor, Any]:
         """Ids and mask [examples, tokens] of prompts and drafts, and the cache of what they share, if they may."""
-        tails = [(*e.prompt.tail, *draft) for e, draft in zip(examples, drafts or [()] * len(examples), strict=True)]
-        prefixes = [example.prompt.flat[: -len(example.prompt.tail)] for example in examples]
+        queries = [(*e.prompt.query, *draft) for e, draft in zip(examples, drafts or [()] * len(examples), strict=True)]
+        prefixes = [example.prompt.flat[: -len(example.prompt.query)] for example in examples]
         if not (self.share_prefix and all(prefixes)):
-            return *self._left_padded([prefix + tail for prefix, tail in zip(prefixes, tails, strict=True)]), None
+            return *self._left_padded([prefix + query for prefix, query in zip(prefixes, queries, strict=True)]), None
         different = list(dict.fromkeys(prefixes))  # each is computed once
         ids, mask = self._left_padded(different)
         cache = self.backbone(
@@ -134,7 +134,7 @@ class TransformersEngine:
         ).past_key_values
         own = torch.tensor([different.index(prefix) for prefix in prefixes], device=ids.device)
         cache.batch_select_indices(own)
-        tail_ids, tail_mask = self._left_padded(tails)
+        tail_ids, tail_mask = self._left_padded(queries)
         return torch.cat([ids[own], tail_ids], dim=1), torch.cat([mask[own], tail_mask], dim=1), cache
 
     def _left_padded(self, rows: Sequence[Sequence[int]]) -> tuple[Tensor, Tensor]:

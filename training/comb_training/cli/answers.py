@@ -63,7 +63,7 @@ def answers(
     if targets.scores is not None:
         console.print(f"agreement with the data's answers: {100 * targets.scores.em:.1f}% exact match")
     for example, text in list(zip(targets.examples, targets.texts, strict=True))[:show]:
-        query = run.tokenizer.decode(example.prompt.tail, skip_special_tokens=True).strip()
+        query = run.tokenizer.decode(example.prompt.query, skip_special_tokens=True).strip()
         console.print(f"  {escape(query)}\n    answer: {escape(text)}")
         if example.references:
             console.print(f"    data:   {escape(example.references[0])}")

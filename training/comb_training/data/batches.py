@@ -1,6 +1,6 @@
 """Examples -> token ids -> batches for `CombForCausalLM`: short decoder rows beside the documents they are about.
 
-A row is ``prefix + tail + target`` (the prompt without its documents, then answer and end token); the loss counts
+A row is ``prefix + query + target`` (the prompt without its documents, then answer and end token); the loss counts
 the target only. Rows over the same documents stand next to each other and share tensors, and the model encodes
 each different segment of a batch once.
 
@@ -112,7 +112,7 @@ def join_questions(examples: Iterable[TrainingExample], most: int, builder: Prom
                 # the backbone's own answer ends with whatever token its stop is in, or is cut
                 stop = "" if set(answer) & set(builder.stop) else builder.stop[:1]
                 empty = "\n" * max(0, 2 - len(answer + stop) + len((answer + stop).rstrip("\n")))
-                between = [*plain_ids(builder.tokenizer, stop + empty), *other.prompt.tail]
+                between = [*plain_ids(builder.tokenizer, stop + empty), *other.prompt.query]
                 given.append((len(target), len(target) + len(between)))
                 target += [*between, *other.target]
             joined.append(replace(first, target=tuple(target), given=tuple(given)))
@@ -137,7 +137,7 @@ def tokenize(
         prompt = builder.build(example.query, list(map(segment, example.documents)))
         prompt = replace(prompt, prefix=prefixes.setdefault(prompt.prefix, prompt.prefix))  # rows begin alike
         target = builder.answer(example.answer)
-        if max_query_tokens is not None and len(prompt.query) + len(target) > max_query_tokens:
+        if max_query_tokens is not None and len(prompt.bare) + len(target) > max_query_tokens:
             counts.drop(f"query and answer of more than {max_query_tokens} tokens")
             continue
         references = example.references if example.answer else ()  # a made question has none
@@ -169,7 +169,7 @@ class Collator:
 
     def __call__(self, examples: Sequence[TrainingExample]) -> dict[str, Any]:
         """One batch. Raises ValueError for an example without a target."""
-        batch: dict[str, Any] = self.rows([(example.prompt.query, example) for example in examples])
+        batch: dict[str, Any] = self.rows([(example.prompt.bare, example) for example in examples])
         if self.exact_prefix:
             batch["prefix_tokens"] = [len(example.prompt.prefix) for example in examples]
         if self.full_prompts:

@@ -53,7 +53,7 @@ class TokenStatistics:
         rows = np.empty((4, len(examples)), dtype=np.int64)
         for index, example in enumerate(examples):
             different.update(example.segments)
-            query = len(example.prompt.query)
+            query = len(example.prompt.bare)
             tokens = query + sum(map(len, example.segments))
             rows[:, index] = len(example.segments), query, len(example.target), tokens
         documents, queries, targets, prompts = map(Spread.of, rows)

@@ -24,7 +24,7 @@ WINDOW = 64
 
 def row_length(example: TrainingExample) -> int:
     """Tokens of the decoder's row: the prompt without documents, and the answer."""
-    return len(example.prompt.query) + len(example.target)
+    return len(example.prompt.bare) + len(example.target)
 
 
 class BatchSampler:
