@@ -64,7 +64,7 @@ class PreprocessedRequest:
     kept: Mapping[str, float] = field(default_factory=dict)  # seconds to keep documents that the client asks for, by id
     lora: str = ""  # name of the LoRA that it is computed with
     compiled_with: str = ""  # and its documents
-    prefix: WantedDocument | None = None  # of a hybrid, the beginning of its prompt that is worth being kept
+    snapshot: WantedDocument | None = None  # of a hybrid, the beginning of its prompt that is worth being kept
 
     @property
     def linked(self) -> bool:
@@ -89,17 +89,17 @@ class PreprocessedRequest:
 
     def signed(self, lease: Lease | None, request_id: str, secret: bytes) -> str:
         """The capability of this request; `lease` where its documents are linked."""
-        prefix, handles = (None, []) if lease is None else (lease.prefix, lease.handles)
+        snapshot, handles = (None, []) if lease is None else (lease.snapshot, lease.handles)
         stated = Capability(
             request_id,
             self.salt,
-            tuple(pack([*([] if prefix is None else [prefix]), *handles])),
+            tuple(pack([*([] if snapshot is None else [snapshot]), *handles])),
             tuple(map(digest, self.prompts)),
             self.method.name if self.spans else "",
             self.spans,
             self.unlinked is not None,
             self.lora,
-            0 if prefix is None else prefix.tokens,
+            0 if snapshot is None else snapshot.tokens,
             self.prefixes,
             self.prefix_salt,
         )
@@ -201,7 +201,7 @@ class Preprocessor:
             (key,) = await self.keys([ids], tenant)
         except RequestError:  # longer than a document may be
             return request
-        return replace(request, prefix=WantedDocument(key_computed(key, "exact"), ids, tenant, exact=True))
+        return replace(request, snapshot=WantedDocument(key_computed(key, "exact"), ids, tenant, exact=True))
 
     async def count(self, body: dict[str, Any], tenant: str) -> int | None:
         """Tokens of a message's prompt, and of the documents in it; None where there are none, and vLLM counts."""
@@ -370,12 +370,12 @@ class Preprocessor:
                 self.registered.keep(tenant, named, request.kept[segment.id], check)
             except TenantQuotaError as error:
                 logger.info("a document is not kept: %s", error)
-        if request.prefix is not None:
+        if request.snapshot is not None:
             assert self.manager is not None
             assert self.sightings is not None
-            lease.take_prefix(self.manager.hold([request.prefix]))
-            if lease.prefix is None:
-                self.sightings.note(request.prefix)
+            lease.take_snapshot(self.manager.hold([request.snapshot]))
+            if lease.snapshot is None:
+                self.sightings.note(request.snapshot)
 
     def builder_for(self, body: dict[str, Any], builder: PromptBuilder | None = None) -> PromptBuilder:
         """The builder with what a chat's body sets of its template. Raises RequestError."""

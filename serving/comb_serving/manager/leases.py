@@ -115,16 +115,16 @@ class Lease:
     give_back: list[Callable[[], None]]  # what drops the references
     room_seconds: float = 0.0  # that it waited for room in the pool
     encode_seconds: float = 0.0  # and for encoders
-    prefix: PoolHandle | None = None  # where the prompt's beginning is in the pool; None where that is computed
+    snapshot: PoolHandle | None = None  # where the prompt's beginning is in the pool; None where that is computed
 
     @property
     def handles(self) -> list[PoolHandle]:
         """What the worker needs."""
         return [document.handle for document in self.documents]
 
-    def take_prefix(self, other: Lease) -> None:
+    def take_snapshot(self, other: Lease) -> None:
         """Takes the lease of the prompt's beginning over, which may be of nothing."""
-        self.prefix = next(iter(other.handles), None)
+        self.snapshot = next(iter(other.handles), None)
         self.give_back.append(other.release)
 
     def release(self) -> None:

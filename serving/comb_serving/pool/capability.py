@@ -120,7 +120,7 @@ def pack(handles: Sequence[PoolHandle]) -> list[int]:
     return [number for handle in handles for number in (handle.tokens, len(handle.blocks), *handle.blocks)]
 
 
-class Blocks(Protocol):
+class PagedLayout(Protocol):
     """What layouts of pools say of their blocks."""
 
     @property
@@ -130,7 +130,7 @@ class Blocks(Protocol):
     def blocks_for(self, tokens: int) -> int: ...
 
 
-def unpack(numbers: Sequence[int], layout: Blocks) -> list[PoolHandle]:
+def unpack(numbers: Sequence[int], layout: PagedLayout) -> list[PoolHandle]:
     """The handles of `pack`.
 
     Raises ValueError for anything that isn't such a list, or names blocks or lengths that don't fit the pool.

@@ -134,8 +134,8 @@ class TransformersEngine:
         ).past_key_values
         own = torch.tensor([different.index(prefix) for prefix in prefixes], device=ids.device)
         cache.batch_select_indices(own)
-        tail_ids, tail_mask = self._left_padded(queries)
-        return torch.cat([ids[own], tail_ids], dim=1), torch.cat([mask[own], tail_mask], dim=1), cache
+        query_ids, query_mask = self._left_padded(queries)
+        return torch.cat([ids[own], query_ids], dim=1), torch.cat([mask[own], query_mask], dim=1), cache
 
     def _left_padded(self, rows: Sequence[Sequence[int]]) -> tuple[Tensor, Tensor]:
         longest = max(map(len, rows))
