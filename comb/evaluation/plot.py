@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import textwrap
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -152,7 +153,8 @@ def draw(panels: Sequence[Panel], path: str | Path, *, title: str = "") -> Path:
 
     columns = min(4, len(panels))
     lines = -(-len(panels) // columns)
-    figure = Figure(figsize=(4.6 * columns + 1.5, 3.4 * lines + 0.6), layout="constrained")
+    width = 4.6 * columns + 1.5
+    figure = Figure(figsize=(width, 3.4 * lines + 0.6), layout="constrained")
     FigureCanvasAgg(figure)
     several = list(figure.subplots(lines, columns, squeeze=False).flat)
     for panel, axes in zip(panels, several, strict=False):
@@ -161,7 +163,8 @@ def draw(panels: Sequence[Panel], path: str | Path, *, title: str = "") -> Path:
         panel.draw(axes)
     for axes in several[len(panels) :]:
         axes.set_axis_off()
-    figure.suptitle(title, fontsize="medium")
+    # so many characters to an inch, or it would be cut off on both sides
+    figure.suptitle(textwrap.fill(title, int(11 * width)), fontsize="medium")
     Path(path).parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(path, dpi=130)
     return Path(path)
