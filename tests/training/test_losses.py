@@ -177,7 +177,7 @@ def test_lora_trains_less_and_publishes_the_merged_layers(tmp_path: Path) -> Non
     names = set(model.state_dict())
     frozen = {n: p.detach().clone() for n, p in model.encoder.layers.named_parameters()}
     everything, _ = model.num_trainable_parameters()
-    add_lora(model.encoder.layers, rank=2)
+    add_lora(model, rank=2)
     trained = {name for name, parameter in model.named_parameters() if parameter.requires_grad}
     assert model.num_trainable_parameters()[0] < everything
     assert all(".lora_" in name for name in trained if name.startswith("encoder.layers."))
@@ -204,9 +204,29 @@ def test_lora_trains_less_and_publishes_the_merged_layers(tmp_path: Path) -> Non
         torch.testing.assert_close(model(**batch).logits, expected, rtol=1e-4, atol=1e-5)
     # resumed in the middle, it is the same run
     again = comb_model(gate=0.5)
-    add_lora(again.encoder.layers, rank=2)
+    add_lora(again, rank=2)
     resumed = trainer(again, tmp_path, **settings)
     resumed.train(tmp_path / "checkpoint-5")
     assert resumed.losses == run.losses
     found = trained_weights(resumed.model, sharded=False)
     assert all(torch.equal(found[name], weight) for name, weight in weights.items())
+
+
+@pytest.mark.parametrize("bf16", [False, True])
+def test_lora_leaves_what_is_frozen_in_the_backbone_s_dtype(bf16: bool, tmp_path: Path) -> None:
+    pytest.importorskip("peft")
+    model = CombForCausalLM.from_backbone(
+        backbone().to(torch.bfloat16), num_encoder_layers=1, cross_attention_layers=[1], adapter_dtype=torch.float32
+    )
+    add_lora(model, rank=2)
+    parameters = model.encoder.layers.named_parameters()
+    assert {p.dtype for name, p in parameters if ".base_layer." in name} == {torch.bfloat16}
+    assert {p.dtype for p in model.parameters() if p.requires_grad} == {torch.float32}
+    run = trainer(model, tmp_path, steps=3, batch_size=6, learning_rate=1e-2, bf16=bf16)
+    run.train()
+    run.save_model(tmp_path / "adapter")
+    published = load_file(tmp_path / "adapter" / "model.safetensors")
+    unload(model)
+    merged = model._place(torch.bfloat16).state_dict()
+    assert all(torch.equal(merged[name], weight) for name, weight in published.items())
+    assert not any(module._forward_pre_hooks for module in model.encoder.layers.modules())

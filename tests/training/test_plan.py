@@ -84,7 +84,7 @@ def test_the_hub_s_configuration_comes_first(tmp_path: Path, monkeypatch: pytest
 def test_counts_without_weights_are_those_of_the_loaded_model(lora: bool, tmp_path: Path) -> None:
     if lora:
         pytest.importorskip("peft")
-    config = load_config(CONFIGS["nano"], ["train.lora_rank=4"] if lora else [])
+    config = load_config(CONFIGS["nano"], ["train.lora_rank=4", "model.dtype=bfloat16"] if lora else [])
     model = training_method("comb").load(config)
     parameters, meta = Parameters.of(model), meta_model(config)[0]
     assert parameters == Parameters.of(meta)

@@ -9,11 +9,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from comb.backbones.loading import load_config
 from comb.backbones.rotary import prompt_limit
 from comb.evaluation.placement import fit_blocks, measure_placement, short_prompts
+from comb.model.adapter import floating
 from comb.model.config import CombConfig
 from comb.model.modeling import CombForCausalLM
 from comb_training.config import Config
@@ -118,24 +119,33 @@ class CombTraining(TrainingMethod):
 def _placed(model: CombForCausalLM, config: Config) -> CombForCausalLM:
     """With LoRA, if configured, and on the configured device."""
     if config.train.lora_rank is not None:
-        add_lora(model.encoder.layers, rank=config.train.lora_rank)
+        add_lora(model, rank=config.train.lora_rank)
     placed: CombForCausalLM = model.to(device_of(config))
     return placed
 
 
-def add_lora(layers: nn.Module, *, rank: int) -> None:
-    """Puts LoRA beside every linear map of `layers`, scaled by 16 / rank, and freezes all else in them.
+def add_lora(model: CombForCausalLM, *, rank: int) -> None:
+    """Puts LoRA beside every linear map of the encoder's layers, scaled by 16 / rank, and freezes all else in them.
 
-    In COMB these are the encoder's layers, which came from the backbone; what it has no counterpart of trains in full.
-    What is published holds the merged weights, so that loading and serving know nothing of it.
+    In COMB these are copies of the backbone's layers, and so they are kept in its dtype, as it is: of an 8B model in
+    bfloat16 they are half of what is frozen. What it has no counterpart of trains in full. What is published holds the
+    merged weights, so that loading and serving know nothing of it.
     Source: Hu et al. 2021 (LoRA); the layers are peft's. Raises ValueError if peft is not installed.
     """
     try:
         from peft import LoraConfig, inject_adapter_in_model
     except ImportError as error:
         raise ValueError("train.lora_rank: peft is not installed (pip install 'comb-pic[train]')") from error
+    layers = model.encoder.layers
     names = sorted({path for path, module in layers.named_modules() if isinstance(module, nn.Linear)})
     inject_adapter_in_model(LoraConfig(r=rank, lora_alpha=16, target_modules=names, bias="none"), layers)
+    for layer in lora_layers(layers).values():
+        frozen = layer.get_base_layer().to(floating(model.backbone.dtype))
+        frozen.register_forward_pre_hook(_in_its_dtype)  # also where nothing runs under autocast
+
+
+def _in_its_dtype(frozen: nn.Module, inputs: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+    return (inputs[0].to(frozen.weight.dtype), *inputs[1:])  # type: ignore[arg-type]  # a parameter
 
 
 def lora_layers(model: Any) -> dict[str, Any]:
@@ -149,4 +159,6 @@ def unload(model: Any) -> None:
     for path, layer in lora_layers(model).items():
         layer.merge()
         parent, _, name = path.rpartition(".")
-        setattr(model.get_submodule(parent), name, layer.get_base_layer())
+        merged = layer.get_base_layer()
+        merged._forward_pre_hooks.clear()
+        setattr(model.get_submodule(parent), name, merged)

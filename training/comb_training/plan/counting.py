@@ -124,7 +124,7 @@ def meta_model(config: Config) -> tuple[Trained, str | None]:
             getattr(model, part).to(adapter_dtype)
         model.requires_grad_(True).backbone.requires_grad_(False)
         if isinstance(model, CombForCausalLM) and config.train.lora_rank is not None:
-            add_lora(model.encoder.layers, rank=config.train.lora_rank)
+            add_lora(model, rank=config.train.lora_rank)
     return model, note
 
 
