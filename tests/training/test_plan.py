@@ -4,26 +4,30 @@ from __future__ import annotations
 
 import json
 import re
+import shlex
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from transformers import LlamaConfig
 
-from comb import CombForCausalLM
+from comb import CombForCausalLM, methods
+from comb_serving.encoding.process import drop_decoder
 from comb_training.config import load_config
 from comb_training.models import training_method
 from comb_training.plan import plan
 from comb_training.plan.counting import ARCHITECTURES, Parameters, meta_model
+from comb_training.plan.memory import served_memory
 from tests.helpers.training import invoke
 
 ROOT = Path(__file__).resolve().parents[2]
 RUNS = (path for path in sorted((ROOT / "configs").glob("*.yaml")) if path.stem not in ("evaluation", "longbench"))
 CONFIGS = {path.stem: path for path in RUNS}
 COUNTS = {
-    # frozen: what the published weights hold (the text part, without multi-token prediction); trained: of this project,
-    # of Llama as in COMB's Table 1
-    "llama-3.1-8b-instruct": (8_030_261_248, 3.49),
+    # frozen: what the published weights hold (the text part, without multi-token prediction), and of Llama the layers
+    # beside LoRA; trained: of this project
+    "llama-3.1-8b-instruct": (8_030_261_248 + 26 * 218_112_000, 1.89),
     "deepseek-v2-lite-chat": (15_706_484_224, 1.23),
     "qwen3.5-9b": (8_953_803_264, 3.09),
 }
@@ -45,6 +49,14 @@ def counted(output: str) -> list[int]:
     """Frozen and trained parameters."""
     [line] = re.findall(r"Parameters: ([\d,]+) \([^)]*\) frozen, ([\d,]+) \(", " ".join(output.split()))
     return [int(number.replace(",", "")) for number in line]
+
+
+def test_llama_in_the_paper_s_size() -> None:
+    """COMB, Table 1, by the settings that the recipe names."""
+    recipe = CONFIGS["llama-3.1-8b-instruct"]
+    [named] = re.findall(r"\(Table 1: 3.5 B\):\n((?:#   .*\n)+)", recipe.read_text())
+    counts = counted(dry_run(str(recipe), *shlex.split(named.replace("#", ""))).output)
+    assert counts == [8_030_261_248, pytest.approx(3.5e9, rel=0.005)]
 
 
 @pytest.mark.parametrize("name", COUNTS)
@@ -95,6 +107,28 @@ def test_counts_without_weights_are_those_of_the_loaded_model(lora: bool, tmp_pa
         model.save_pretrained(tmp_path)
         again = load_config(CONFIGS["nano"], [f"model.init_from={tmp_path}"])
         assert Parameters.of(meta_model(again)[0]) == parameters
+
+
+def test_what_will_be_served_is_what_the_processes_hold() -> None:
+    pytest.importorskip("peft")
+    run = load_config(CONFIGS["nano"], ["train.lora_rank=4", "model.dtype=bfloat16"])
+    served, options = served_memory(meta_model(run)[0]), {"num_encoder_layers": run.model.num_encoder_layers}
+    plain = CombForCausalLM.from_backbone(
+        "nano", cross_attention_layers=run.model.first_cross_layers, dtype=torch.bfloat16, **options
+    )
+    [document] = plain.encode([(5, 6, 7)])
+    assert served.document_token == document.nbytes // 3
+    decoder = [*plain.backbone.parameters(), *plain.cross_blocks.parameters()]
+    assert served.decoder == sum(parameter.nbytes for parameter in decoder)
+    drop_decoder(plain)  # as the encoder process does
+    assert served.encoder == sum(parameter.nbytes for parameter in plain.parameters())
+
+    links = training_method("linktokens").load(
+        load_config(CONFIGS["nano"], ["train.method=linktokens", "eval.methods=[full, linktokens]"])
+    )
+    [document] = methods.create("linktokens", links).compile([(5, 6, 7)])
+    positions = 3 * 8  # which lie beside keys and values, and not in a pool
+    assert served_memory(links).document_token == (document.nbytes - positions) // 3
 
 
 def test_a_front_is_counted_without_weights_as_it_is_loaded(tmp_path: Path) -> None:
@@ -162,16 +196,11 @@ def test_missing_things_are_said_and_the_rest_is_shown(tmp_path: Path) -> None:
 
 
 def test_a_front_counts_with_its_start_on_no_device() -> None:
-    start = (
-        "model.encoder_causal=true",
-        "model.num_encoder_layers=28",
-        "model.options={initialization: first, front: %s}",
-    )
     alone, behind = (
-        counted(dry_run(str(CONFIGS["llama-3.1-8b-instruct"]), *start[:-1], start[-1] % front).output)[1]
+        counted(dry_run(str(CONFIGS["llama-3.1-8b-instruct"]), f"model.options={{front: {front}}}").output)[1]
         for front in ("none", "prose")
     )
-    front, sink = 28 * 2 * 8 * 137 * 128, 2 * 8 * 8 * 128
+    front, sink = 26 * 2 * 8 * 137 * 128, 2 * 8 * 8 * 128
     assert behind - alone == front + sink
 
 

@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.functional import linear
 
 from comb.backbones.loading import load_config
 from comb.backbones.rotary import prompt_limit
@@ -140,12 +141,22 @@ def add_lora(model: CombForCausalLM, *, rank: int) -> None:
     names = sorted({path for path, module in layers.named_modules() if isinstance(module, nn.Linear)})
     inject_adapter_in_model(LoraConfig(r=rank, lora_alpha=16, target_modules=names, bias="none"), layers)
     for layer in lora_layers(layers).values():
-        frozen = layer.get_base_layer().to(floating(model.backbone.dtype))
-        frozen.register_forward_pre_hook(_in_its_dtype)  # also where nothing runs under autocast
+        layer.base_layer = FrozenLinear(layer.base_layer, floating(model.backbone.dtype))
 
 
-def _in_its_dtype(frozen: nn.Module, inputs: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
-    return (inputs[0].to(frozen.weight.dtype), *inputs[1:])  # type: ignore[arg-type]  # a parameter
+class FrozenLinear(nn.Linear):
+    """A linear map that is kept in fewer bits than its input has, and is widened where no autocast narrows that."""
+
+    def __init__(self, trained: nn.Linear, dtype: torch.dtype) -> None:
+        super().__init__(trained.in_features, trained.out_features, trained.bias is not None, device="meta")
+        self.weight, self.bias = trained.weight, trained.bias
+        self.to(dtype).requires_grad_(False)
+
+    def forward(self, input: Tensor) -> Tensor:
+        if torch.is_autocast_enabled(input.device.type):
+            return super().forward(input)
+        bias = None if self.bias is None else self.bias.to(input.dtype)
+        return linear(input, self.weight.to(input.dtype), bias)
 
 
 def lora_layers(model: Any) -> dict[str, Any]:
@@ -159,6 +170,4 @@ def unload(model: Any) -> None:
     for path, layer in lora_layers(model).items():
         layer.merge()
         parent, _, name = path.rpartition(".")
-        merged = layer.get_base_layer()
-        merged._forward_pre_hooks.clear()
-        setattr(model.get_submodule(parent), name, merged)
+        setattr(model.get_submodule(parent), name, layer.get_base_layer())

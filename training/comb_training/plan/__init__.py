@@ -26,7 +26,16 @@ from comb_training.data.token_statistics import TokenStatistics, data_table, sta
 from comb_training.models import training_method
 from comb_training.models.method import check_options, model_tokenizer, options_named
 from comb_training.plan.counting import Parameters, Trained, first_line, meta_model
-from comb_training.plan.memory import FACTOR, GpuMemory, PassSize, deepspeed_settings, memory_of, other_ways
+from comb_training.plan.memory import (
+    FACTOR,
+    GpuMemory,
+    PassSize,
+    ServedMemory,
+    deepspeed_settings,
+    memory_of,
+    other_ways,
+    served_memory,
+)
 from comb_training.trainer import distributed
 from comb_training.trainer.optimizer import UNLIMITED_STEPS, total_steps
 from comb_training.trainer.prepare import tokenized
@@ -56,6 +65,7 @@ class Plan:
     parameters: Parameters | None = None
     # this run's way of sharding first, then others for comparison
     memory: list[GpuMemory] = field(default_factory=list)
+    served: ServedMemory | None = None
     counts: Counts | None = None
     statistics: TokenStatistics | None = None
     sets: dict[str, TokenStatistics] = field(default_factory=dict)
@@ -90,7 +100,8 @@ def plan(config: Config, *, ranks: int | None = None) -> Plan:
     check_options(adapter, config.model.options, model.backbone.config)
     result.notes += [note] if note else []
     _add_data(result, model)
-    parameters = result.parameters = Parameters.of(model)
+    parameters, result.served = Parameters.of(model), served_memory(model)
+    result.parameters = parameters
     if {"linear", "both"} & set(inspect_backbone(model.backbone).layer_kinds):
         result.notes.append(
             "linear layers count as softmax attention in the activations; without the kernels of comb-pic[gpu] about "
@@ -176,6 +187,13 @@ def blocks(plan: Plan) -> Iterator[FittedTable | str]:
         if plan.ranks == 1:
             about.append("WORLD_SIZE=4 in front of the command plans for four GPUs.")
         yield escape(" ".join([*about, EXPLANATION]) + "\n")
+    if (served := plan.served) is not None:
+        power, unit = (30, "GiB") if served.decoder >= 2**28 else (20, "MiB")
+        encoder = f", {served.encoder / 2**power:.2f} in each encoder process" if served.encoder else ""
+        yield (
+            f"Served: {served.decoder / 2**power:.2f} {unit} of weights in vLLM{encoder}; a document's token takes "
+            f"{served.document_token:,} bytes of the pool.\n"
+        )
     if plan.statistics is not None:
         steps = "until the clock ends" if plan.steps == UNLIMITED_STEPS else str(plan.steps)
         yield escape(f"Data: {plan.counts}. Optimizer steps: {steps}.\n")

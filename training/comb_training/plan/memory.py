@@ -7,8 +7,11 @@ from dataclasses import dataclass
 from operator import mul
 from typing import Any
 
+from torch import nn
+
 from comb.backbones.discovery import BackboneInfo, inspect_backbone, text_config
 from comb.linktokens.modeling import LinkTokensForCausalLM
+from comb.model.adapter import floating
 from comb_training.config import TrainConfig
 from comb_training.data.batches import TrainingExample
 from comb_training.plan.counting import Parameters, Trained
@@ -111,6 +114,34 @@ def memory_of(
         # AdamW works on all tensors at once
         temporaries=0 if "moments" in moved else _part(weights, optimizer_parts),
         start=parameters.frozen_bytes + weights,
+    )
+
+
+@dataclass(frozen=True)
+class ServedMemory:
+    """Bytes of weights in `comb serve`, without vLLM's own, and of a document's token in the pool."""
+
+    decoder: int  # backbone and cross blocks, in vLLM
+    encoder: int  # encoder, K/V heads and the embedding, in each encoder process; 0 where there is none
+    document_token: int
+
+
+def served_memory(model: Trained) -> ServedMemory:
+    """What will be served of `model`, in the backbone's dtype; LoRA is merged by then."""
+    item = floating(model.backbone.dtype).itemsize
+
+    def size(*modules: nn.Module) -> int:
+        named = (each for module in modules for each in module.named_parameters())
+        return item * sum(parameter.numel() for name, parameter in named if ".lora_" not in name)
+
+    if isinstance(model, LinkTokensForCausalLM):
+        front = size(model.front)
+        return ServedMemory(size(model.backbone) + front, 0, front // model.num_link_tokens)
+    heads: Any = model.config.encoder_config
+    return ServedMemory(
+        decoder=size(model.backbone, model.cross_blocks),
+        encoder=size(model.encoder, model.get_input_embeddings()),
+        document_token=2 * model.num_cross_layers * heads.num_key_value_heads * heads.head_dim * item,
     )
 
 
