@@ -37,7 +37,8 @@ class ExecutorStats:
     restarted: int = 0  # workers started anew
 
     def __str__(self) -> str:
-        return ", ".join(f"{name.replace('_', ' ')} {count}" for name, count in asdict(self).items() if count)
+        counted = (f"{name.replace('_', ' ')} {count}" for name, count in asdict(self).items() if count)
+        return ", ".join(counted) or "nothing to compile"
 
 
 @dataclass(frozen=True)
