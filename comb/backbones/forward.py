@@ -109,10 +109,12 @@ def generating_behind(model: Any, cache: Cache | None) -> Iterator[None]:
     if not isinstance(cache, StateCache):
         yield
         return
-    covered = cache.num_tokens
+    covered, name = cache.num_tokens, cache_argument(model, cache)
 
     def cut(_: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
         nonlocal covered
+        if kwargs.get(name) is not cache:  # one of `generate`'s own, as with guidance_scale
+            return args, kwargs
         ids = kwargs["input_ids"][:, covered:]
         covered = 0
         mask = kwargs.get("attention_mask")

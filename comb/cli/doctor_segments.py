@@ -24,6 +24,7 @@ from tqdm import tqdm
 
 from comb.documents.document import PromptBuilder
 from comb.documents.found import KINDS, SegmentFinder, kind_of, with_segments
+from comb.files import read_text
 
 logger = logging.getLogger(__name__)
 
@@ -111,7 +112,7 @@ def kinds_below(verdicts: Sequence[KindVerdict], method: str, threshold: float) 
 def read_prompts(path: Path) -> list[Messages]:
     """A file of JSON lines: lists of messages, or bodies of requests with ``messages``. Raises ValueError."""
     found: list[Messages] = []
-    for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), 1):
+    for number, line in enumerate(read_text(path).split("\n"), 1):  # other line ends may stand in a string
         if not line.strip():
             continue
         try:

@@ -137,12 +137,14 @@ def doctor(
         from comb.backbones.damage import explained
         from comb.backbones.loading import load_config
         from comb.cli.doctor import random_model
-        from comb.model.source import named_device
+        from comb.model.source import named_device, named_dtype
 
+        if backbone is not None:
+            raise typer.BadParameter("--random makes a model of MODEL's architecture: name the backbone as MODEL")
         config = load_config(model)
         with explained(model):
             loaded = random_model(config)
-        loaded = loaded.to(named_device(device))
+        loaded = loaded.to(named_device(device), named_dtype(dtype))
     else:
         loaded = load_named(model, backbone=backbone, dtype=dtype, device=device)
     if segments:
@@ -151,7 +153,7 @@ def doctor(
         from comb.evaluation.table import Column, TextTable, fixed
 
         specs = split_specs("primed,legolink:16" if methods == "all" else methods)
-        asked = made_prompts(8) if prompts is None else {prompts.stem: read_prompts(prompts)}
+        asked = made_prompts(8) if prompts is None else {prompts.name: read_prompts(prompts)}
         found = check_segments(loaded, load_tokenizer(model, loaded), specs, asked)
         columns = [Column("method", "method", names=True), Column("segments", "kind", names=True),
                    Column("prompts", "prompts"), Column("found, %", lambda row: f"{100 * row['linked']:.0f}"),

@@ -14,7 +14,7 @@ from comb.documents.catalog import KeyedSegment
 from comb.documents.document import DocumentLike, Prompt
 from comb.documents.messages import Generated, Message, referenced_documents
 from comb.documents.rendering import renders_chats
-from comb.engine.decoding import AnswerStream, check_no_streamer, check_wanted
+from comb.engine.decoding import AnswerStream, check_stream, check_wanted
 from comb.engine.report import Answer, document_reports
 from comb.engine.steps import AnswerSteps
 from comb.methods.base import Method
@@ -126,7 +126,7 @@ class Conversation:
 
         Closing the stream before that drops the turn; behind it, `stream.answer` is there whether or not it was read.
         """
-        check_no_streamer(generate_kwargs)
+        check_stream(generate_kwargs, self._engine.method.backbone)
         self._lock.acquire()
         try:
             answer = self._next(question, documents, document_ids, generate_kwargs)

@@ -19,6 +19,7 @@ from transformers.generation.streamers import BaseStreamer
 
 from comb.engine import DEFAULT_MAX_NEW_TOKENS
 from comb.engine.report import Answer, Report
+from comb.locks import held_here
 
 logger = logging.getLogger(__name__)
 
@@ -87,7 +88,8 @@ def with_length(settings: Mapping[str, Any], backbone: Any, prompt_tokens: int, 
     """`settings` with a max_new_tokens that fits the backbone's positions behind a prompt.
 
     Raises:
-        ValueError: when the caller asks for more tokens than there are positions left.
+        ValueError: when the caller asks for more tokens than there are positions left, or for a `max_length` that the
+            prompt has.
     """
     wanted = settings.get("max_new_tokens")
     room = None if limit is None else limit - prompt_tokens
@@ -95,7 +97,10 @@ def with_length(settings: Mapping[str, Any], backbone: Any, prompt_tokens: int, 
     if wanted is None and length is not None:
         if limit is not None and length > limit:
             raise ValueError(f"max_length={length}, and the backbone has {limit} positions: ask for at most so many")
-        return dict(settings)
+        wanted = length - prompt_tokens  # `generate` would take the model's own max_new_tokens before it
+        if wanted < 1:
+            raise ValueError(f"max_length={length}, and the prompt has {prompt_tokens} tokens: ask for more than these")
+        return {**settings, "max_length": None, "max_new_tokens": wanted}
     if wanted is not None and room is not None and wanted > room:
         raise ValueError(
             f"prompt ({prompt_tokens} tokens) and max_new_tokens={wanted} need {prompt_tokens + wanted} positions, "
@@ -120,10 +125,15 @@ def trim(token_ids: list[int], settings: Mapping[str, Any], rows: int) -> tuple[
     return tuple(token_ids[:end])
 
 
-def check_no_streamer(arguments: Mapping[str, Any]) -> None:
-    """Raises ValueError for a `streamer` among the arguments of a stream."""
+def check_stream(arguments: Mapping[str, Any], backbone: Any) -> None:
+    """Raises ValueError for a `streamer` among the arguments of a stream, and where it would never begin."""
     if "streamer" in arguments:
         raise ValueError("stream() brings its own streamer; use ask(..., streamer=...) for another one")
+    if any(each is backbone for each in held_here.get()):
+        raise ValueError(
+            "a stream is made in another thread, which would wait for ever for this `with mac(...)` to end: give the "
+            "engine mac=..., or use ask()"
+        )
 
 
 def _first(*values: Any) -> Any:

@@ -26,7 +26,7 @@ from comb.documents.document import DocumentLike, PromptBuilder
 from comb.documents.messages import Message
 from comb.documents.splitting import DEFAULT_SPLITTER, Boundaries, Splitter
 from comb.engine.conversation import Conversation
-from comb.engine.decoding import AnswerStream, check_no_streamer
+from comb.engine.decoding import AnswerStream, check_stream
 from comb.engine.report import Answer, DocumentReport, Report
 from comb.engine.steps import AnswerSteps, Question, Request
 from comb.engine.workers import CompileExecutor
@@ -256,7 +256,7 @@ class PICEngine(AnswerSteps):
         gives back the documents.
         """
         start, on = time.perf_counter(), self.with_encoder(encoder)
-        check_no_streamer(generate_kwargs)
+        check_stream(generate_kwargs, self.method.backbone)
         with one_walk():
             settings = self.settings(generate_kwargs)
             prepared = self.prepare(question, self.segments_of(documents, document_ids), encoder=on)

@@ -9,9 +9,10 @@ however early the run is broken off, all have answered the same questions.
 
 from __future__ import annotations
 
+import json
 import logging
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from hashlib import sha256
 from typing import Any
@@ -20,7 +21,7 @@ import torch
 from torch import Tensor
 from tqdm import tqdm
 
-from comb.backbones.identity import one_walk
+from comb.backbones.identity import one_walk, weights_fingerprint
 from comb.documents.document import DocumentLike, Example
 from comb.engine.decoding import trim
 from comb.engine.engine import PICEngine, default_store
@@ -148,8 +149,13 @@ def question_name(number: int, example: Example) -> str:
 
 
 def made_by(engine: PICEngine) -> str:
-    """A short name for the weights and parameters behind an engine's answers: another adapter is asked anew."""
-    return sha256(engine.method.fingerprint.encode()).hexdigest()[:12]
+    """A short name for the weights and parameters behind an engine's answers: other ones are asked anew."""
+    weights, backbone = "", engine.method.backbone
+    with suppress(ValueError):  # weights that accelerate has elsewhere have no bits to look at
+        weights = weights_fingerprint(backbone, settings=False)
+    template = [getattr(engine.tokenizer, "chat_template", None), engine.prompt_builder.chat_template_kwargs]
+    named = [engine.method.fingerprint, weights, json.dumps(template, sort_keys=True, default=str)]
+    return sha256("\x1f".join(named).encode()).hexdigest()[:12]
 
 
 def _row(

@@ -26,7 +26,7 @@ from comb.backbones.transformers_private import attention_name
 from comb.kernels.dispatch import computed_step
 from comb.kernels.mac.mac_config import MacConfig
 from comb.kernels.mac.state import MacState, prompt_rows, rows_to_keep
-from comb.locks import lock_of
+from comb.locks import held_here, lock_of
 from comb.mac.accounting import LayerCounts, MacReport
 from comb.mac.passes import DecoderPass, PassReader, cache_layer, why_exact
 from comb.mac.rotation import LayerQueries, find_queries
@@ -105,6 +105,9 @@ class MacSession:
     def __enter__(self) -> Self:
         with ExitStack() as stack:
             stack.enter_context(lock_of(self.backbone))
+            before = held_here.get()
+            held_here.set((*before, self.backbone))
+            stack.callback(held_here.set, before)
             name = attention_name(self.backbone)
             if name in STAND_INS:
                 raise RuntimeError("a MAC session is on this model already: leave it first, or use that one")

@@ -200,8 +200,9 @@ class DecodeState:
                 repeat_rows(past, copies)
         if self.documents is not None:
             generate_kwargs |= {"documents": self.documents, "prefix_tokens": self.prefixes}
-        if past is not None or self.prefixes is not None:
-            # `generate` takes chunks of the whole prompt, also behind a cache that holds it (transformers 5.19)
+        if past is not None or self.prefixes is not None or pass_size(backbone_of(self.model)) is not None:
+            # `generate` takes chunks of the whole prompt, also behind a cache that holds it (transformers 5.19); and
+            # some scans begin anew with each
             generate_kwargs |= {"use_cache": True, "prefill_chunk_size": None}
         self._check_crossing(generate_kwargs)
         with exclusive(self.model), generating_behind(self.model, past):

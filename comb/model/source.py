@@ -85,13 +85,21 @@ def named_device(name: str, option: str = "--device") -> str:
     return ("cuda" if there else "cpu") if name == "auto" else name
 
 
+def named_dtype(dtype: str) -> torch.dtype | None:
+    """The dtype of `--dtype`; None for auto. Raises ValueError for one that no model has."""
+    found = getattr(torch, dtype, None)
+    if dtype == "auto":
+        return None
+    if not isinstance(found, torch.dtype) or not found.is_floating_point:
+        raise ValueError(f"--dtype is auto, float32, bfloat16 or float16, not {dtype!r}")
+    return found
+
+
 def load_named(model: str, *, backbone: str | None = None, dtype: str = "auto", device: str = "auto") -> Any:
     """A model as a command line names it: an adapter with its backbone, or a plain causal language model.
 
     Raises:
         ValueError: for a dtype that no model has, or a GPU where there is none.
     """
-    found = getattr(torch, dtype, None)
-    if dtype != "auto" and not (isinstance(found, torch.dtype) and found.is_floating_point):
-        raise ValueError(f"--dtype is auto, float32, bfloat16 or float16, not {dtype!r}")
+    named_dtype(dtype)
     return ModelSource(model, {"backbone": backbone, "dtype": dtype}, named_device(device)).load()

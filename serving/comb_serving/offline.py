@@ -84,9 +84,9 @@ class LLM(vllm.LLM):
             )  # fmt: skip
             # a loop of its own: the caller may be inside of one (notebooks)
             self._loop = asyncio.new_event_loop()
-            thread = threading.Thread(target=self._loop.run_forever, name="comb-documents", daemon=True)
-            thread.start()
-            stack.callback(thread.join)
+            self._thread = threading.Thread(target=self._loop.run_forever, name="comb-documents", daemon=True)
+            self._thread.start()
+            stack.callback(self._thread.join)
             stack.callback(self._loop.call_soon_threadsafe, self._loop.stop)
             self.close = stack.pop_all().close  # ends the engine, its processes and its pool
 
@@ -145,6 +145,8 @@ class LLM(vllm.LLM):
         return list(super().generate(prompts, parameters, use_tqdm=False, lora_request=loras))
 
     def _answer(self, path: str, rows: list[Any], documents: Any, method: str | None, asked: Any, more: Any) -> Any:
+        if not self._thread.is_alive():  # nobody would answer it
+            raise RuntimeError("this LLM is closed: make another")
         asked = asked or self.get_default_sampling_params()
         asked = [one.clone() for one in (asked if isinstance(asked, Sequence) else [asked] * len(rows))]
         lists = [list(each) for each in documents if isinstance(each, Sequence) and not isinstance(each, str)]

@@ -320,6 +320,24 @@ def test_what_an_older_version_or_another_adapter_was_asked_is_asked_again(
     assert journalled(setting, examples[:1], specs, 3, into=journal)[6:] == first
 
 
+def test_rows_of_other_weights_or_of_another_template_are_asked_again(examples: list[Example]) -> None:
+    tokenizer, model = byte_tokenizer(), strong_llama()
+
+    def asked(**arguments: Any) -> int:
+        before = len(journal.rows)
+        builder = PromptBuilder(tokenizer, prefix="Q: a? A: b\n", chat_template_kwargs=arguments)
+        own = Setting(model, tokenizer, builder, "Q: {query} A:")
+        journalled(own, examples[:1], ["full", "naive"], 3, into=journal)
+        return len(journal.rows) - before
+
+    journal = Journal(None, {})
+    assert [asked(), asked()] == [2, 0]
+    assert [asked(enable_thinking=False), asked(enable_thinking=False)] == [2, 0]
+    with torch.no_grad():
+        model.backbone.model.layers[1].mlp.down_proj.weight.mul_(1.5)  # not the embedding
+    assert [asked(enable_thinking=False), asked(enable_thinking=False)] == [2, 0]
+
+
 # --- the command ----------------------------------------------------------------------------------------------------
 
 CONFIG = """

@@ -211,6 +211,9 @@ def test_a_file_of_prompts_is_lists_of_messages_or_bodies(tmp_path: Path) -> Non
     file = tmp_path / "mine.jsonl"
     file.write_text(f"{json.dumps(messages)}\n\n{json.dumps({'model': 'm', 'messages': messages})}\n")
     assert read_prompts(file) == [messages, messages]
+    odd = [{"role": "user", "content": "one\u2028two\x85three"}]
+    file.write_bytes(b"\xef\xbb\xbf" + json.dumps(odd, ensure_ascii=False).encode())
+    assert read_prompts(file) == [odd]
     for line in ("{}", "3", "[1]", "{"):
         file.write_text(f"{json.dumps(messages)}\n{line}\n")
         with pytest.raises(ValueError, match="line 2"):

@@ -39,6 +39,19 @@ def test_full_in_a_batch(name: str) -> None:
     assert error(batch.logits[0], batch.logits[1]) > 20 * EXACT
 
 
+@pytest.mark.parametrize("name", ["jamba", "mamba2", "qwen3_5"])
+def test_settings_of_generate_change_nothing_else_in_a_hybrid(name: str) -> None:
+    """Guidance, which asks the model without a prompt beside our cache; and chunks, whose scans would begin anew."""
+    model = model_of(name)
+    linked = methods.create("full", model).link([], [*A, *B])
+    settings = {"max_new_tokens": 4, "min_new_tokens": 4, "do_sample": False}
+    plain = linked.generate(**settings)
+    assert torch.equal(linked.generate(**settings, prefill_chunk_size=5), plain)
+    guided = linked.generate(**settings, guidance_scale=3.0)
+    expected = model.generate(torch.tensor([[*A, *B]]), **settings, guidance_scale=3.0)
+    assert torch.equal(guided, expected)
+
+
 def drifts_of(method: Any, documents: list[list[int]], query: list[int]) -> list[dict[str, Any]]:
     return drift_of(method.backbone, method.link(method.compile(documents), query))
 

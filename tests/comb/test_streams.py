@@ -19,6 +19,7 @@ from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers
 from transformers import GenerationConfig, LogitsProcessor, PreTrainedTokenizer, PreTrainedTokenizerFast
 
 from comb.engine.engine import PICEngine, UnknownDocumentError
+from comb.mac import mac
 from tests.helpers.tiny_engine import CITY, LAKE, NEW, QUESTION, Always, make_backbone, states
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -239,6 +240,7 @@ def test_sampling_when_it_is_asked_for(engine: PICEngine) -> None:
         ({"max_new_tokens": 600}, "need 609 positions, the backbone has 512: ask for at most 503"),
         ({"max_new_token": 5}, "max_new_token"),
         ({"max_length": 513}, "the backbone has 512 positions"),
+        ({"max_length": 9}, "max_length=9, and the prompt has 9 tokens: ask for more than these"),
         ({"inputs_embeds": torch.ones(1, 3, 32)}, "leave inputs_embeds out"),
         ({"token_healing": True}, "leave token_healing out"),
     ],
@@ -246,6 +248,26 @@ def test_sampling_when_it_is_asked_for(engine: PICEngine) -> None:
 def test_bad_settings(engine: PICEngine, settings: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         engine.ask(QUESTION, [LAKE], **settings)
+
+
+def test_a_longest_text_is_with_its_prompt_whatever_the_model_would_write(tokenizer: Any) -> None:
+    model = make_backbone()
+    model.generation_config.max_new_tokens = 48
+    engine = PICEngine(model, tokenizer, method="naive")
+    for settings in ({"max_length": 36}, {"generation_config": GenerationConfig(max_length=36)}):
+        answer = engine.ask(QUESTION, [LAKE], min_new_tokens=3, **settings)
+        assert answer.report.prompt_tokens + len(answer.token_ids) == 36
+
+
+@pytest.mark.parametrize("how", ["engine", "conversation"])
+def test_a_stream_that_would_wait_for_its_own_reader_is_refused(how: str) -> None:
+    engine = engine_of("llama")
+    asked = engine if how == "engine" else engine.conversation()
+    with mac(make_backbone()):  # another model's
+        assert isinstance("".join(asked.stream("q", max_new_tokens=2)), str)
+    with mac(engine.method.backbone), pytest.raises(ValueError, match="in another thread"):
+        asked.stream("q", max_new_tokens=2)
+    assert isinstance("".join(asked.stream("q", max_new_tokens=2)), str)
 
 
 def test_stop_strings_need_no_second_tokenizer(engine: PICEngine) -> None:

@@ -27,6 +27,12 @@ async def test_documents_are_those_of_a_chat(server: Server) -> None:
     assert server.echo.bodies[0]["kv_transfer_params"] == server.echo.bodies[1]["kv_transfer_params"]
 
 
+def test_what_is_no_answer_passes() -> None:
+    """vLLM's, to a client that has left, and errors."""
+    for body in (b"null", b'{"error": {"message": "x"}}'):
+        assert CohereWriter(AsyncMock()).whole(body) == body
+
+
 def test_every_field_is_said_in_a_chats_words() -> None:
     given = {
         **ASK, "stream": True, "k": 3, "p": 0.5, "stop_sequences": ["x"], "tool_choice": "REQUIRED", "max_tokens": 4,

@@ -249,6 +249,16 @@ async def test_two_tenants_share_no_hit(server: Server) -> None:
         assert (await server.client(key).send("DELETE", "/v1/documents/s")).status == status
 
 
+async def test_a_salt_in_a_body_narrows_what_is_found(server: Server) -> None:
+    salts = (None, "one", "one", "two", None)
+    found = [(await server.chat("alice", **({"cache_salt": salt} if salt else {}))).states for salt in salts]
+    assert found == [["encoded"] * 2, ["encoded"] * 2, ["hit"] * 2, ["encoded"] * 2, ["hit"] * 2]
+    assert (await server.chat("bob", cache_salt="one")).states == ["encoded"] * 2
+    # a registered document is the key's, whoever names it
+    assert (await server.post("/v1/documents", {"text": "secret", "id": "s"}, "alice")).status == 200
+    assert (await server.chat("alice", documents=[{"id": "s"}], cache_salt="one")).states == ["hit"]
+
+
 async def test_registered_documents(server: Server) -> None:
     client = server.client()
     made = (await client.post("/v1/documents", {"text": "Ada is here.", "title": "T", "pin": True})).json
@@ -420,6 +430,7 @@ async def test_trouble_is_an_error_object_and_holds_nothing(server: Server, capl
         (chat(cache_salt=3), "cache_salt"),
         (chat(messages=[]), "messages"),
         (chat(messages=[{"role": "user", "content": [{"type": "image_url"}]}]), "messages"),
+        (chat(messages=[{"role": "user", "content": [{"type": "text", "content": "Where?"}]}]), "messages"),
         (chat(vllm_xargs=[1]), "vllm_xargs"),
         (chat(add_generation_prompt=False), "add_generation_prompt"),
         (chat(chat_template_kwargs={"tokenize": True}), "chat_template_kwargs"),

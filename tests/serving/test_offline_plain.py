@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -174,7 +175,7 @@ def test_options_that_do_not_fit(tmp_path: Path, nano_adapter: Path) -> None:
             LLM(checkpoint, **options)
 
 
-def test_what_cannot_be_served_says_so_and_holds_nothing(llm: LLM) -> None:
+def test_what_cannot_be_served_says_so_and_holds_nothing(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(ValueError, match="unknown field 'colour'"):
         llm.generate("x", documents=[{"text": "a", "colour": "red"}])
     with pytest.raises(ValueError, match="a list for each of them"):
@@ -183,4 +184,11 @@ def test_what_cannot_be_served_says_so_and_holds_nothing(llm: LLM) -> None:
         LLM(CHECKPOINT, method=METHOD)
     (plain,) = llm.generate("A question", documents=None, use_tqdm=False)
     assert not hasattr(plain, "comb")
+    ended = threading.Thread(target=lambda: None)
+    ended.start()
+    ended.join()
+    with monkeypatch.context() as closed:  # as `close` leaves it
+        closed.setattr(llm, "_thread", ended)
+        with pytest.raises(RuntimeError, match="this LLM is closed"):
+            llm.generate("A question", documents=["A document."])
     assert llm.preprocessor.manager.references == 0

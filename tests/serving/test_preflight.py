@@ -165,6 +165,7 @@ def test_plain_models_say_how_they_link(shell: Shell) -> None:
         ("nano", [*FOUND, "--comb-segment-kinds", "code,poems"], "there is no 'poems'"),
         ("nano", [*FOUND[:2], "--comb-segment-kinds", "code"], "--comb-segment-kinds is for --comb-segments auto"),
         ("nano", [*FOUND[:2], "--comb-disk-bytes", "1GiB"], "name it with --comb-disk"),
+        ("nano", [*FOUND[:2], "--comb-disk", __file__], "is a file: name a folder"),
         ("nano", [*FOUND[:2], "--comb-pool-block", "0"], "pool_block must be at least 1"),
         ("nano", [*FOUND, "--comb-segment-pattern", "x*"], "matches nothing at all"),
     ):

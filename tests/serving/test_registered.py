@@ -23,6 +23,7 @@ from comb.documents.document import PromptBuilder
 from comb_serving.api import registered
 from comb_serving.api.routes import CHAT, DOCUMENTS, SWITCH, tenant_of
 from comb_serving.config.serve_options import key_hash
+from comb_serving.manager.manager import PICManager
 from tests.helpers import middleware_server
 from tests.helpers.fakes import IDENTITY, Client, until
 from tests.helpers.middleware_server import BUILDER, Server, chat
@@ -234,8 +235,11 @@ async def test_times_to_live_go_on_while_the_server_is_down(tmp_path: Path, monk
     at(monkeypatch, 1000)
     first = await started(tmp_path)
     assert [await add(first, "a", ttl_s=50), await add(first, "b", ttl_s=100, pin=True)] == [200] * 2
+    (document,), forgotten = first.app.front().preprocessor.registered.of("").find(["a"]), []
+    monkeypatch.setattr(PICManager, "remove", lambda _, key: bool(forgotten.append(key)))
     at(monkeypatch, 1060)
     second = await started(tmp_path)
+    assert forgotten == [document.key]  # what is kept of it on disk
     assert await names(second) == ["b"]
     assert len(files(tmp_path)) == 1  # nothing of a document is to be found after its time
     assert await used(second, "b") == ["encoded"]
@@ -247,6 +251,16 @@ async def test_times_to_live_go_on_while_the_server_is_down(tmp_path: Path, monk
     third = await started(tmp_path)
     assert await names(third) == []
     assert await names(third.client("other")) == ["a"]
+
+
+async def test_a_time_to_live_ends_though_nobody_asks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(registered, "LOOK_SECONDS", 0.01)
+    server = await started(tmp_path)
+    assert [await add(server, "a", ttl_s=0.05), await add(server, "b")] == [200] * 2
+    kept = server.app.front().preprocessor.registered
+    await until(lambda: len(files(tmp_path)) == 1)
+    assert len(server.manager.pool.entries) == 1
+    kept.stop()
 
 
 async def test_a_renewed_document_lives_as_long_as_was_said_last(

@@ -153,6 +153,25 @@ def test_each_way_to_ask_has_hits(server: Served, path: str) -> None:
     server.wait_until_idle()
 
 
+def test_a_salt_in_a_body_finds_what_came_under_it(server: Served) -> None:
+    def hits() -> list[str]:
+        lines = server.request("GET", "/metrics")[1].splitlines()
+        return [line for line in lines if line.startswith("comb:documents_total") and 'state="hit"' in line]
+
+    chunks = [passage(DRAW, 24) for _ in range(3)]
+    before, said = server.metric("pool_documents"), hits()
+    for order in ([0, 1, 2], [1, 2, 0]):
+        assert "comb" not in ask(server, messages([chunks[at] for at in order]), cache_salt="one")
+    compiled(server, before + 3)
+    third = messages([chunks[at] for at in (2, 1, 0)])
+    for other in ({"cache_salt": "two"}, {}):
+        assert "comb" not in ask(server, third, **other)
+    assert len(ask(server, third, cache_salt="one")["comb"]["documents"]) == 3
+    assert len(said) == 1
+    assert hits() == said  # found text is counted by itself
+    server.wait_until_idle()
+
+
 def test_many_clients_at_once_get_their_own_answers(server: Served, library: PlainLibrary) -> None:
     """Segments are seen, compiled, linked and turned out meanwhile; who wants none has the plain answers."""
     draw = random.Random(7)

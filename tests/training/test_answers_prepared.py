@@ -70,6 +70,35 @@ def test_the_command_answers_and_training_finds_the_answers(tmp_path: Path, monk
     assert asked == []
 
 
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        ({"batch_document_tokens": 20}, "document tokens, more than train.batch_document_tokens=20"),
+        ({"batch_query_tokens": 4}, "query tokens, more than train.batch_query_tokens=4"),
+    ],
+)
+def test_a_batch_that_is_too_small_is_said_before_anything_is_answered(
+    options: dict[str, Any], said: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked = record_questions(monkeypatch)
+    with pytest.raises(ValueError, match=said):
+        run_training(config(tmp_path, answers="on_policy", **options), progress=False)
+    assert not asked
+
+
+def test_prompts_that_a_divergence_has_no_positions_for_are_left_out(tmp_path: Path) -> None:
+    texts = [f"{n} " + "red box " * (20 if n % 2 else 1100) for n in range(24)]
+    rows = [json.dumps({"documents": [text], "query": "What?", "answer": "a box"}) for text in texts]
+    (tmp_path / "long.jsonl").write_text("\n".join(rows))
+    data = {"dataset": "jsonl", "path": str(tmp_path / "long.jsonl"), "options": {}, "heldout_share": 0.5}
+    content = settings(tmp_path, data=data, answers="gold", kl_weight=1.0) | {
+        "eval": {"limit": 12, "methods": ["none"]}
+    }
+    result = run_training(config_from_dict(content), progress=False)
+    assert result.counts.dropped["prompt and answer of more than 2048 tokens"] > 2
+    assert 0 < result.record["heldout"]["examples"] < 12
+
+
 def test_the_engine_is_chosen_by_what_is_installed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert "one of auto, transformers, vllm" in str(answers(tmp_path, "--engine", "tensorrt").exception)
     assert "the engine is transformers" in str(answers(tmp_path, "--engine", "transformers", "--vllm", "x=1").exception)
@@ -144,6 +173,25 @@ def test_a_teacher_reads_the_same_text_and_its_answers_are_written_anew(
         assert question in run.tokenizer.decode(source.prompt.query)
     assert run.counts.truncated["answer cut at 48 tokens"] == 12
     assert targets.texts == [f"Nobody knows {number}." for number in range(24)]
+
+
+def test_a_teacher_s_stop_is_written_once_and_not_behind_what_was_cut(
+    tmp_path: Path, teacher: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    reader = byte_tokenizer()
+
+    def answering(_: Any, examples: Sequence[TrainingExample]) -> list[StoredAnswer]:
+        ids = tuple(reader.encode(" in Rome", add_special_tokens=False)), tuple(reader.encode('"'))
+        return [StoredAnswer(ids[0], False) if n % 2 else StoredAnswer(ids[0] + ids[1], True)
+                for n in range(len(examples))]  # fmt: skip
+
+    monkeypatch.setattr(TransformersEngine, "__call__", answering)
+    data = {"prefix": "Answer.\n", "query_template": '{query}\n"', "stop": '"\n'}
+    run = prepare(config(tmp_path, teacher=str(teacher), data=data))
+    targets = answer_prepared(run, progress=False)
+    written = {run.tokenizer.decode(example.target) for example in targets.examples}
+    assert written == {" in Rome", ' in Rome"' + run.tokenizer.eos_token}
+    assert set(targets.texts) == {" in Rome"}
 
 
 def test_answers_of_teacher_and_backbone_share_a_folder_without_being_mixed(tmp_path: Path, teacher: Path) -> None:

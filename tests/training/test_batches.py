@@ -57,12 +57,18 @@ def test_questions_over_the_same_documents_share_a_row(builder: PromptBuilder) -
         [example([text], f'Q{n} "', f"a{n}", id=str(n)) for n, text in enumerate("xxxxyx")], plain, Counts()
     )
     joined = join_questions(rows, 3, plain)
-    assert [(row.id, decode(row.segments[0])[0]) for row in joined] == [("0", "x"), ("3", "x"), ("4", "y"), ("5", "x")]
+    assert [(row.id, decode(row.segments[0])[0]) for row in joined] == [("0", "x"), ("3", "x"), ("4", "y")]
     assert decode(joined[0].prompt.bare) == 'H Q0 "'
     assert decode(joined[0].target) == 'a0"\n\nQ1 "a1"\n\nQ2 "a2"<end>'  # as a prefix's examples are written
     labels = Collator(0)(joined[:1])["labels"][0]
     assert decode(labels[labels != IGNORED]) == 'a0"a1"a2"<end>'  # the questions between are given
-    assert join_questions(rows, 1, plain) == rows
+    assert decode(joined[1].target) == 'a3"\n\nQ5 "a5"<end>'  # also where another text stands between
+    assert [row.id for row in join_questions(rows, 1, plain)] == ["0", "1", "2", "3", "5", "4"]
+    # no longer than a row may be, and no question twice in one
+    longest = len(joined[0].prompt.flat) + len(joined[0].target) - 1
+    assert [row.id for row in join_questions(rows, 3, plain, longest=longest)] == ["0", "2", "5", "4"]
+    again = [replace(row, id=f"set{'@2' * (n // 2)}/{n % 2}") for n, row in enumerate(rows[:4])]
+    assert [row.id for row in join_questions(again, 6, plain)] == ["set/0", "set@2/0"]
 
 
 @pytest.mark.parametrize(

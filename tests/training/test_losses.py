@@ -188,7 +188,7 @@ def test_lora_trains_less_and_publishes_the_merged_layers(tmp_path: Path) -> Non
     run.train()
     weights = trained_weights(run.model, sharded=False)
     run.save_model(str(tmp_path / "adapter"))
-    assert set(load_file(tmp_path / "checkpoint-10" / "model.safetensors")) == trained
+    assert set(load_file(tmp_path / "checkpoint-10" / "trained.safetensors")) == trained
     published = load_file(tmp_path / "adapter" / "model.safetensors")
     assert set(published) == {name for name in names if not name.startswith("backbone.")}
     moved = [n for n, p in frozen.items() if not torch.equal(published[f"encoder.layers.{n}"], p)]
@@ -199,6 +199,9 @@ def test_lora_trains_less_and_publishes_the_merged_layers(tmp_path: Path) -> Non
         expected = model.eval()(**batch).logits
         loaded = CombForCausalLM.from_pretrained(tmp_path / "adapter", backbone=backbone())
         torch.testing.assert_close(loaded(**batch).logits, expected, rtol=1e-4, atol=1e-5)
+        # a checkpoint is an adapter, too
+        last = CombForCausalLM.from_pretrained(tmp_path / "checkpoint-10", backbone=backbone())
+        assert torch.equal(last(**batch).logits, loaded(**batch).logits)
         unload(model)
         assert not lora_layers(model)
         torch.testing.assert_close(model(**batch).logits, expected, rtol=1e-4, atol=1e-5)

@@ -255,6 +255,38 @@ def test_a_teacher_reads_what_the_student_reads(tmp_path: Path) -> None:
     assert {mixture.set_name(example.id) for example in own.examples} == {"a", "b"}
 
 
+@pytest.mark.parametrize("method", ["comb", "linktokens"])
+def test_shares_are_of_what_a_run_can_learn_from(method: str, tmp_path: Path) -> None:
+    def prepared(**data: Any) -> Any:
+        train = {"answers": "on_policy", "method": method, "answer_max_new_tokens": 8}
+        return prepare(config(tmp_path, {"epoch_examples": None, **data}, **train))
+
+    lengths = [len(example.prompt.flat) for example in prepared().examples]
+    run = prepared(max_prompt_tokens=sorted(lengths)[len(lengths) // 2])
+    dropped = sum(sum(counts.dropped.values()) for counts in run.counts.sets.values())
+    assert dropped > len(lengths) // 4
+    assert not run.counts.dropped
+    found = of_sets(run.examples)
+    assert found["a"] == pytest.approx(3 * found["b"], abs=3)
+    assert len(answer_prepared(run, progress=False).examples) == len(run.examples)
+
+
+def test_made_questions_have_no_share_where_the_data_answers(tmp_path: Path) -> None:
+    rows = [
+        {"_id": str(n), "question": f"Who {n}?", "answer": "Bo", "context": [[f"A {n}", ["Ann."]], [f"B {n}", ["Bo."]]]}
+        for n in range(20)
+    ]
+    (tmp_path / "hotpot.json").write_text(json.dumps(rows))
+    sets = [*SETS[:1], {"dataset": "hotpotqa", "name": "hops", "path": str(tmp_path / "hotpot.json"), "weight": 1,
+                        "options": {"across": 4}}]  # fmt: skip
+    for answers, had in (("gold", 18), ("on_policy", 5 * 18)):
+        run = prepare(config(tmp_path, {"mixture": sets, "epoch_examples": None}, answers=answers))
+        found = of_sets(run.examples)
+        assert found["a"] == pytest.approx(3 * found["hops"], abs=3)
+        assert found["hops"] == min(had, found["hops"])
+        assert (found["hops"] > 18) == (answers == "on_policy") != all(example.references for example in run.examples)
+
+
 def test_a_run_tells_of_each_set_and_one_set_alone_is_evaluated(tmp_path: Path) -> None:
     result = run_training(config(tmp_path, eval_steps=1), progress=False)
     assert len(result.record["heldout_losses"]) == 3

@@ -84,6 +84,12 @@ def test_a_folder_is_read_whole_and_its_test_file_is_what_is_held_out(tmp_path: 
     lines(tmp_path / "test.jsonl", rows(90, 5))
     assert kept(str(tmp_path), builder) == 40
     assert kept(str(tmp_path), builder, split="heldout") == 5
+    (tmp_path / "test.jsonl").rename(tmp_path / "squad_dev-2.jsonl")
+    (tmp_path / "more-2.jsonl").rename(tmp_path / "train-eval.jsonl")  # it says what it is for
+    assert kept(str(tmp_path), builder, split="heldout") == 5
+    assert read_dataset(str(tmp_path), split="train").counts.noted == {
+        "files held out by their names: squad_dev-2.jsonl": 1
+    }
     assert len(read_dataset(str(tmp_path), split="all")) == 45
     assert len({example.id for example in read_dataset(str(tmp_path), split="all")}) == 45
     (tmp_path / "none").mkdir()

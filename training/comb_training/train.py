@@ -10,7 +10,7 @@ import logging
 import sys
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -38,6 +38,7 @@ from comb_training.models.method import device_of
 from comb_training.trainer import distributed
 from comb_training.trainer.checkpoints import checkpoint_to_resume
 from comb_training.trainer.prepare import PreparedRun, prepare, tokenized
+from comb_training.trainer.sampler import check_budgets
 from comb_training.trainer.trainer import CombTrainer
 
 logger = logging.getLogger(__name__)
@@ -98,6 +99,10 @@ def run_training(
         logger.info("held-out data: %s", counts)
         if not heldout:
             raise ValueError(f"no held-out example is left to measure on ({counts}); eval.limit=0 measures nothing")
+    asked = run.examples
+    if config.train.answers == "on_policy":  # not the data's answers, and how long they are isn't known yet
+        asked = [replace(example, target=()) for example in asked]
+    check_budgets([*asked, *heldout], config.train)
     start = time.monotonic()
     examples, teacher = _targets(run, progress)
     answer_seconds = time.monotonic() - start
@@ -218,22 +223,18 @@ def rehearse_evaluation(run: PreparedRun, config: Config) -> Questions:
 def _targets(run: PreparedRun, progress: bool) -> tuple[Sequence[TrainingExample], Scores | None]:
     """The rows to learn with what they shall answer; on policy, also how the backbone's answers score."""
     data, train = run.config.data, run.config.train
-    examples, scores = run.examples, None
+    examples, scores, method = run.examples, None, training_method(train.method)
     if train.answers == "on_policy":
         targets = answer_prepared(run, progress=progress)
         examples, scores = targets.examples, targets.scores
-    else:
-        examples = [example for example in examples if example.references]
-        run.counts.drop("no answer in the data: train.answers=on_policy gives one", len(run.examples) - len(examples))
     if not examples:
         raise ValueError(f"no example is left after answering: {run.counts}")
     if scores is not None:
         logger.info("the answers trained on: %.1f%% exact match with the data's", 100 * scores.em)
-    if data.questions_per_row == 1:
-        return examples, scores
-    rows = join_questions(examples, data.questions_per_row, run.builder)
+    longest = method.longest_row(run.model, run.config)
+    rows = join_questions(examples, data.questions_per_row, run.builder, longest=longest)
     run.counts.note("asked behind another question, in its row", len(examples) - len(rows))
-    return training_method(train.method).fitting(rows, run.model, run.config, run.counts), scores
+    return method.fitting(rows, run.model, run.config, run.counts), scores  # an answer may be longer than the data's
 
 
 if __name__ == "__main__":  # torchrun ... -m comb_training.train CONFIG ...: the same as comb train

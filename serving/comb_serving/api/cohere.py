@@ -116,7 +116,9 @@ class CohereWriter(AnswerRewriter):
 
     def whole(self, body: bytes) -> bytes:
         payload = json.loads(body)
-        return json.dumps(answer(payload) if "choices" in payload else payload, ensure_ascii=False).encode()
+        if not isinstance(payload, dict) or "choices" not in payload:  # null, to a client that has left
+            return body
+        return json.dumps(answer(payload), ensure_ascii=False).encode()
 
     def event(self, event: bytes) -> bytes:
         data = event.partition(b"data: ")[2]

@@ -42,7 +42,7 @@ def turns(path: str, body: Mapping[str, Any]) -> list[dict[str, Any]]:
 
 
 def parts_of(content: Any) -> Any:
-    """A message's content as it stands, its parts as those of chat messages."""
+    """A message's content as it stands, its parts as those of chat messages. Raises RequestError."""
     if not isinstance(content, list):
         return content
     parts = []
@@ -50,7 +50,9 @@ def parts_of(content: Any) -> Any:
         if isinstance(part, str):
             part = {"type": "text", "text": part}
         elif isinstance(part, dict) and part.get("type") in _TEXTS:
-            part = {"type": "text", "text": part.get("text")}
+            if not isinstance(part.get("text"), str):
+                raise RequestError(400, f"a part of type {part['type']} has its text as text", param="messages")
+            part = {"type": "text", "text": part["text"]}
         parts.append(part)
     return parts
 

@@ -109,11 +109,11 @@ class ServerFront:
                 break
             except EncoderError:  # said in the log; tried again there
                 await asyncio.sleep(1)
+        if isinstance(self.encoders, EngineCompiler):
+            self.encoders.client = engine  # which also forgets what is on disk
         await self.preprocessor.registered.restore(self.preprocessor.keys)
         if self.encoders is None:
             return
-        if isinstance(self.encoders, EngineCompiler):
-            self.encoders.client = engine
         await check_start(self.preprocessor, engine, self.secret, self.options.checkpoint, self.reports)
 
     def fault(self) -> str | None:
@@ -123,6 +123,7 @@ class ServerFront:
 
     async def stop(self) -> None:
         """Ends encoder processes, and what is under way."""
+        self.preprocessor.registered.stop()
         if self.preprocessor.sightings is not None:
             self.preprocessor.sightings.stop()
         if self.encoders is not None:

@@ -298,7 +298,7 @@ class CombMiddleware:
                     prepared = entry.prepared = preprocessor.inlined(prepared)
                 else:
                     preprocessor.leased(prepared, entry.tenant, lease)
-            if lease is not None:
+            if lease is not None and prepared.unlinked is None:  # found text is counted by itself
                 preprocessor.counters.count_hits(lease.documents)
             body = prepared.body
             if prepared.needs_capability:

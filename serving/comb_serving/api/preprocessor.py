@@ -142,6 +142,8 @@ class Preprocessor:
         """Takes documents out of a body and builds the prompt; encodes nothing. Raises RequestError, EncoderError."""
         self.check(body)
         body = dict(body)
+        # whose keys and values are found: a salt from the client narrows that, as it narrows the prefix cache
+        whose = salted(body, tenant)["cache_salt"] if body.get("cache_salt") else tenant
         given, (method, finds) = body.pop("documents", None), self.choice.of_request(body.pop("comb", None))
         if self.choice.plain and body.get("prompt_logprobs") is not None:
             method = INLINED  # of every token: vLLM computes the prompt whole, with what stands in it
@@ -156,7 +158,7 @@ class Preprocessor:
         if path != COMPLETIONS:
             if parts := conversation.written_out(path, body):
                 read = [fields.document_part(part, conversation.FIELD[path]) for part in parts]
-                written = await self.tokenize([document for document, _ in read], tenant, linked)
+                written = await self.tokenize([document for document, _ in read], tenant, linked, whose)
                 kept = {segment.id: ttl for segment, (_, ttl) in zip(written, read, strict=True) if ttl is not None}
                 inside = {segment.id: segment for segment in written}
                 left = iter([segment.id for segment in written])
@@ -168,10 +170,10 @@ class Preprocessor:
             named = fields.references_of(conversation.turns(path, body))
         if given in (None, []) and named == References():
             plain = PreprocessedRequest(salted(body, tenant), method, about, lora=lora, compiled_with=compiled_with)
-            return await self._with_found(path, plain, tenant) if finds and linked else plain
+            return await self._with_found(path, plain, whose) if finds and linked else plain
 
         fields.check_combinations(body)
-        listed = await self.tokenize([] if given is None else given, tenant, linked)
+        listed = await self.tokenize([] if given is None else given, tenant, linked, whose)
         names = [name for name in (*named.before, *named.after) if name not in inside]
         inside |= zip(names, self.registered.find(tenant, names), strict=True)
         before, after = ([inside[name] for name in names] for names in (named.before, named.after))
@@ -198,7 +200,7 @@ class Preprocessor:
             return request
         ids = tuple(request.prompts[0][:start])
         try:
-            (key,) = await self.keys([ids], tenant)
+            (key,) = await self.keys([ids], whose)
         except RequestError:  # longer than a document may be
             return request
         return replace(request, snapshot=WantedDocument(key_computed(key, "exact"), ids, tenant, exact=True))
@@ -212,8 +214,8 @@ class Preprocessor:
         beside = () if self.choice.plain or one.method.full else one.segments
         return len(one.prompts[0]) + sum(len(segment.token_ids) for segment in beside)
 
-    async def _with_found(self, path: str, plain: PreprocessedRequest, tenant: str) -> PreprocessedRequest:
-        """A request without documents, with the segments of its prompt; as it came where it has none.
+    async def _with_found(self, path: str, plain: PreprocessedRequest, whose: str) -> PreprocessedRequest:
+        """A request without documents, with the segments of its prompt, which are `whose`; as it came without any.
 
         Whatever documents can't be combined with goes as it came, too, and what is wrong with it vLLM says.
         """
@@ -223,12 +225,12 @@ class Preprocessor:
 
         def cut(builder: PromptBuilder, gone: Gone) -> tuple[PreprocessedRequest, list[Range]]:
             built = self.rendered(path, plain, builder, gone)
-            return built, finder.find(built.prompts[0], tenant) if len(built.prompts) == 1 else []
+            return built, finder.find(built.prompts[0], whose) if len(built.prompts) == 1 else []
 
         try:
             built, spans = await self._aside(list(fields.texts_of(plain.body)), room, cut)
             segments = [tuple(built.prompts[0][start : start + tokens]) for start, tokens in spans]
-            keys = await self.keys(segments, tenant)
+            keys = await self.keys(segments, whose)
             found = [KeyedSegment(f"segment-{key[:12]}", ids, key) for ids, key in zip(segments, keys, strict=True)]
             keyed = await self.loras.compiled_with(plain.compiled_with, found)
         except (RequestError, ValueError):
@@ -302,8 +304,9 @@ class Preprocessor:
             self.counters.count("inlined", len(segment.token_ids))
         return replace(request, method=INLINED, about=self.choice.about(INLINED), spans=())
 
-    async def tokenize(self, given: Any, tenant: str, linked: bool) -> list[KeyedSegment]:
-        """The documents of a list as it stands in a body: texts, objects, or ids of registered ones."""
+    async def tokenize(self, given: Any, tenant: str, linked: bool, whose: str | None = None) -> list[KeyedSegment]:
+        """The documents of a list as it stands in a body: texts, objects, or ids of registered ones, which are the
+        tenant's. `whose`: the others are, if not the tenant's."""
         if not isinstance(given, list):
             raise RequestError(400, f"documents is a list, not {type(given).__name__}", param="documents")
         named = [isinstance(item, Mapping) and set(item) == {"id"} for item in given]
@@ -334,7 +337,7 @@ class Preprocessor:
         if (self.choice.plain or not linked) and room is not None and (tokens := sum(map(len, ids))) > room:
             reason = f"the documents have {tokens} tokens, the model's context length is {room}"
             raise RequestError(400, reason, param="documents")
-        keys = await self.keys(ids, tenant, linked)  # a registered document has one
+        keys = await self.keys(ids, tenant if whose is None else whose, linked)  # a registered document has one
         made = iter([KeyedSegment(fresh[at].name(key), ids[at], key) for at, key in enumerate(keys)])
         return [next(known) if is_named else next(made) for is_named in named]
 

@@ -22,6 +22,8 @@ from comb_serving.api.routes import DOCUMENTS
 logger = logging.getLogger(__name__)
 
 FOLDER, SUFFIX = "registrations", ".registration"
+LOOK_SECONDS = 30.0
+"""After which documents whose time is over are gone, if nobody asks before."""
 
 Keys = Callable[[Sequence[tuple[int, ...]], str], Awaitable[list[str]]]  # of token ids, for a tenant
 
@@ -44,6 +46,7 @@ class RegisteredDocuments:
         self._ends: dict[Path, float] = {}  # of files with a time to live, since the epoch
         self._changing = asyncio.Lock()
         self.restored = self._folder is None  # whether those of before a restart are there
+        self._looking: asyncio.Task[None] | None = None
 
     def of(self, tenant: str) -> DocumentCatalog:
         """The documents of a tenant; changed by the methods here alone."""
@@ -121,15 +124,18 @@ class RegisteredDocuments:
     async def restore(self, keys: Keys) -> None:
         """Takes what was registered before a restart, with the `keys` of the weights that are here now.
 
-        What can't be is deleted, and said in the log. Pins come back when documents are used.
+        What can't be is deleted, and said in the log, and so is what ended meanwhile, with its keys and values. Pins
+        come back when documents are used. From now on documents end in their time.
         """
         paths = [] if self._folder is None else await asyncio.to_thread(_by_age, self._folder)
-        dropped = Counter[str]()
+        dropped, ended, alive = Counter[str](), set[str](), set[str]()
         for path in paths:
             try:
                 tenant, name, ids, pin, end = await asyncio.to_thread(self._read, path)
-                if end is None or end > time.time():
-                    (key,) = await keys([ids], tenant)
+                (key,) = await keys([ids], tenant)
+                over = end is not None and end <= time.time()
+                (ended if over else alive).add(key)
+                if not over:
                     left = None if end is None else end - time.time()
                     catalog = self._catalogs.setdefault(tenant, DocumentCatalog(self._store))
                     catalog.add([KeyedSegment(name, ids, key)], pin=pin, ttl=left)
@@ -143,8 +149,23 @@ class RegisteredDocuments:
         for reason, count in dropped.items():
             logger.warning("%d registered documents are dropped: %s", count, reason)
         logger.info("%d registered documents of before are there", sum(len(c.ids()) for c in self._catalogs.values()))
+        for key in ended - alive:
+            self._store.remove(key)
         await asyncio.to_thread(self._delete_ended)
-        self.restored = True
+        self.restored, self._looking = True, asyncio.create_task(self._look())
+
+    async def _look(self) -> None:
+        while True:
+            await asyncio.sleep(LOOK_SECONDS)
+            async with self._changing:
+                for catalog in self._catalogs.values():
+                    catalog.ids()  # it forgets those whose time is over, and the store with it
+                await asyncio.to_thread(self._delete_ended)
+
+    def stop(self) -> None:
+        """Ends what looks for documents whose time is over."""
+        if self._looking is not None:
+            self._looking.cancel()
 
     def _path(self, tenant: str, name: str) -> Path:
         assert self._folder is not None

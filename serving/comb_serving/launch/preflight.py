@@ -50,6 +50,8 @@ def check_start(options: ServeOptions, arguments: Sequence[str] = ()) -> ServeOp
     if Path(name).is_dir() and not any(item.startswith(_OTHER_TOKENIZERS) for item in arguments):
         config = load_config(name) if is_adapter(read_json(Path(name) / "config.json")) else None
         load_tokenizer(name, SimpleNamespace(config=config))
+    if options.disk_path is not None and Path(options.disk_path).exists() and not Path(options.disk_path).is_dir():
+        raise ValueError(f"--comb-disk {options.disk_path} is a file: name a folder, which is made where there is none")
     if options.audit and options.method in (None, FULL):
         raise ValueError(
             "--audit compares documents that a plain model's --method links (primed, legolink:16, ...) with full "

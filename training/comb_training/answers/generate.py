@@ -22,12 +22,12 @@ from comb.backbones.loading import load_model, resolve_name
 from comb.backbones.tokenizer import load_tokenizer
 from comb.documents.datasets import Counts
 from comb.documents.document import Document, stopping_tokens
+from comb.documents.rendering import plain_ids
 from comb.evaluation.metrics import Scores, score
 from comb_training.answers.engines import TransformersEngine, VllmEngine
 from comb_training.answers.store import AnswerSettings, AnswerStore, StoredAnswer
 from comb_training.data.batches import TrainingExample, by_documents, tokenize
 from comb_training.data.mixture import prompt_builder, read_examples
-from comb_training.models import training_method
 from comb_training.trainer import distributed
 
 if TYPE_CHECKING:
@@ -158,15 +158,15 @@ def answer_prepared(
     for example, answer in zip(run.examples, answered.answers, strict=True):
         if answer is None:
             continue
-        target = answer.token_ids
-        if train.teacher is not None:  # its text as the student writes it, with an end token only where it ended
-            target = run.builder.answer(answer.text)
-            target = target if answer.finished else target[:-1]
+        ends = (answer.text.partition(character)[0] for character in run.config.data.stop)
+        target, text = answer.token_ids, min(ends, key=len, default=answer.text)
+        if train.teacher is not None:  # its text as the student writes it, with stop and end token only where it ended
+            target = run.builder.answer(text) if answer.finished else plain_ids(run.tokenizer, text)
         if not target:
             run.counts.drop("the teacher's answer has no text")
             continue
         examples.append(replace(example, target=target))
-        texts.append(answer.text)
+        texts.append(text)
     known = [(text, e.references) for text, e in zip(texts, examples, strict=True) if e.references]
     scores = score(*map(list, zip(*known, strict=True))) if known else None
     return Targets(examples, texts, scores, answered, folder, share, pending=len(answered.answers) - len(within))
@@ -177,11 +177,13 @@ def _teacher(run: PreparedRun, name: str) -> tuple[Any, Any, Sequence[TrainingEx
     model = load_model(name, dtype=run.model.backbone.dtype).eval()
     data = run.config.data
     tokenizer = load_tokenizer(name, model, chat_template_kwargs=data.chat_template_kwargs)
-    source, _ = read_examples(data, run.builder, run.model.max_document_tokens, split="train", limit=data.limit)
+    source, _ = read_examples(
+        data, run.builder, run.model.max_document_tokens, split="train", limit=data.limit, fitting=run.fitting
+    )
     # by number, so that what the student's side has dropped is left out here, too
     numbered = [replace(example, id=str(number)) for number, example in enumerate(source)]
     tokenized = tokenize(numbered, run.builder, Counts(), max_query_tokens=data.max_query_tokens)
-    student = training_method(run.config.train.method).fitting(tokenized, run.model, run.config, Counts())
+    student = run.fitting(tokenized, Counts())
     if [example.prompt for example in student] != [example.prompt for example in run.examples]:
         raise ValueError("the data has changed while it was read: the teacher's questions are not the student's")
 

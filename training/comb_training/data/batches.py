@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
-from itertools import chain, groupby
+from itertools import chain
 from typing import Any
 
 import torch
@@ -91,32 +91,50 @@ def fit_documents(
     ]
 
 
-def join_questions(examples: Iterable[TrainingExample], most: int, builder: PromptBuilder) -> list[TrainingExample]:
-    """Examples that follow each other over the same documents as one, up to `most` questions: the answer goes on with
-    the next question and its answer, an empty line between them.
+def join_questions(
+    examples: Iterable[TrainingExample], most: int, builder: PromptBuilder, *, longest: int | None = None
+) -> list[TrainingExample]:
+    """Examples over the same documents as one, up to `most` questions: behind an answer the next question and its own,
+    an empty line between them.
 
     A row's documents, and a teacher's pass over them, then serve several answers. The id and references are the first
-    question's.
+    question's. Examples of another set of a mixture, or another round of one, are in rows of their own. `longest`:
+    tokens of a row with its documents; a question that would make it longer begins another.
     """
-    end = builder.tokenizer.eos_token_id
+    groups: dict[Any, list[TrainingExample]] = {}
+    for example in examples:
+        prompt, (source, of_mixture, _) = example.prompt, str(example.id).partition("/")
+        source = source if of_mixture else ""
+        groups.setdefault((source, prompt.prefix, prompt.segments, prompt.gaps), []).append(example)
     joined: list[TrainingExample] = []
-    for _, same in groupby(examples, lambda example: (example.prompt.prefix, example.segments, example.prompt.gaps)):
-        questions = list(same)
-        for start in range(0, len(questions), most):
-            first, *others = asked = questions[start : start + most]
-            target, given = list(first.target), []
-            for before, other in zip(asked, others, strict=False):
-                if target[-1] == end:
-                    target.pop()
-                answer = builder.tokenizer.decode(before.target, skip_special_tokens=True)
-                # the backbone's own answer ends with whatever token its stop is in, or is cut
-                stop = "" if set(answer) & set(builder.stop) else builder.stop[:1]
-                empty = "\n" * max(0, 2 - len(answer + stop) + len((answer + stop).rstrip("\n")))
-                between = [*plain_ids(builder.tokenizer, stop + empty), *other.prompt.query]
-                given.append((len(target), len(target) + len(between)))
-                target += [*between, *other.target]
-            joined.append(replace(first, target=tuple(target), given=tuple(given)))
+    for questions in groups.values():
+        asked, before = most, questions[0]
+        for question in questions:
+            row = question if asked == most else _behind(joined[-1], before, question, builder)
+            before = question
+            if asked == most or (longest is not None and len(row.prompt.flat) + len(row.target) > longest):
+                joined.append(question)
+                asked = 1
+            else:
+                joined[-1] = row
+                asked += 1
     return joined
+
+
+def _behind(
+    row: TrainingExample, before: TrainingExample, question: TrainingExample, builder: PromptBuilder
+) -> TrainingExample:
+    """A row with one more question, behind that of `before`."""
+    target = list(row.target)
+    if target[-1] == builder.tokenizer.eos_token_id:
+        target.pop()
+    answer = builder.tokenizer.decode(before.target, skip_special_tokens=True)
+    # the backbone's own answer ends with whatever token its stop is in, or is cut
+    stop = "" if set(answer) & set(builder.stop) else builder.stop[:1]
+    empty = "\n" * max(0, 2 - len(answer + stop) + len((answer + stop).rstrip("\n")))
+    between = [*plain_ids(builder.tokenizer, stop + empty), *question.prompt.query]
+    given = (len(target), len(target) + len(between))
+    return replace(row, target=(*target, *between, *question.target), given=(*row.given, given))
 
 
 def tokenize(

@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from fractions import Fraction
 from typing import Any
@@ -40,12 +40,22 @@ def prompt_builder(data: DataConfig, tokenizer: Any) -> PromptBuilder:
     return PromptBuilder(tokenizer, document_template=data.document_template, prefix=data.prefix, stop=data.stop)
 
 
+Fitting = Callable[[Sequence[TrainingExample], Counts], Sequence[TrainingExample]]
+"""Leaves out, and counts, examples that a run can't use."""
+
+
 def read_tokenized(
-    data: DataConfig, builder: PromptBuilder, max_document_tokens: int | None, *, split: str, limit: int | None
+    data: DataConfig,
+    builder: PromptBuilder,
+    max_document_tokens: int | None,
+    *,
+    split: str,
+    limit: int | None,
+    fitting: Fitting | None = None,
 ) -> tuple[list[TrainingExample], Counts]:
     """One side of the configured data as tokens, and what happened to the rows. Raises ValueError as
     `comb.documents.datasets.read_dataset` does, and for shares that can't be had."""
-    side = ConfiguredSide(data, builder, max_document_tokens, split, limit)
+    side = ConfiguredSide(data, builder, max_document_tokens, split, limit, fitting)
     if not data.mixture:
         texts, counts = side.texts(*sources(data))
         return side.tokens(texts, counts), counts
@@ -54,17 +64,23 @@ def read_tokenized(
 
 
 def read_examples(
-    data: DataConfig, builder: PromptBuilder, max_document_tokens: int | None, *, split: str, limit: int | None
+    data: DataConfig,
+    builder: PromptBuilder,
+    max_document_tokens: int | None,
+    *,
+    split: str,
+    limit: int | None,
+    fitting: Fitting | None = None,
 ) -> tuple[list[Example], Counts]:
     """One side of the configured data as text, documents fitted, and what happened to the rows.
 
     Questions are as the query template writes them. A mixture has the examples of `read_tokenized`, in its order.
     Raises ValueError as `read_tokenized` does.
     """
-    side = ConfiguredSide(data, builder, max_document_tokens, split, limit)
+    side = ConfiguredSide(data, builder, max_document_tokens, split, limit, fitting)
     if not data.mixture:
         return side.texts(*sources(data))
-    mixed, counts = side.mixed()  # which are too long, and hence the shares, is known of tokens only
+    mixed, counts = side.mixed()  # which fit, and hence the shares, is known of tokens only
     return [text for _, text in mixed], counts
 
 
@@ -77,6 +93,7 @@ class ConfiguredSide:
     max_document_tokens: int | None
     split: str
     limit: int | None
+    fitting: Fitting | None = None
 
     def texts(self, source: Source) -> tuple[list[Example], Counts]:
         """Examples of one set, documents fitted, questions written."""
@@ -94,15 +111,16 @@ class ConfiguredSide:
         return [replace(each, query=template.replace("{query}", each.query)) for each in fitted], counts
 
     def tokens(self, texts: Sequence[Example], counts: Counts) -> list[TrainingExample]:
-        """Those of `texts` that are short enough, as tokens."""
-        return tokenize(texts, self.builder, counts, max_query_tokens=self.data.max_query_tokens)
+        """Those of `texts` that fit, as tokens."""
+        found = tokenize(texts, self.builder, counts, max_query_tokens=self.data.max_query_tokens)
+        return found if self.fitting is None else list(self.fitting(found, counts))
 
     def mixed(self) -> tuple[list[tuple[TrainingExample, Example]], Counts]:
         """The examples of a mixture in their shares, as tokens and as text, and what happened to the rows."""
         data, sets, found = self.data, sources(self.data), {}
         for source in sets:
             texts, counts = self.texts(source)
-            # what is too long is dropped first, so that shares hold exactly
+            # what doesn't fit is dropped first, so that shares hold exactly
             found[str(source.name)] = self.tokens(texts, counts), {text.id: text for text in texts}, counts
         sizes = {name: len(tokens) for name, (tokens, _, _) in found.items()}
         all_of_it = not any(source.weight for source in sets)

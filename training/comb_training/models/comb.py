@@ -113,6 +113,14 @@ class CombTraining(TrainingMethod):
             logger.info("what cross blocks begin with, of what documents add in the layers behind them (R2): %s", found)
         return model  # type: ignore[no-any-return]  # a `CombForCausalLM`
 
+    def longest_row(self, model: CombForCausalLM, config: Config) -> int | None:
+        """Where the divergence is learned, the positions of the backbone that reads whole prompts, or
+        `data.max_prompt_tokens`."""
+        if not config.train.kl_weight:
+            return None
+        longest = prompt_limit(model.backbone) or sys.maxsize
+        return min(longest, config.data.max_prompt_tokens or longest)
+
     def bare(self, inputs: Mapping[str, Any]) -> dict[str, Any]:
         return {**inputs, "documents": None}
 

@@ -15,7 +15,6 @@ import torch
 from comb.backbones.loading import load_config
 from comb.backbones.rotary import front_limit
 from comb.backbones.tokenizer import front_ids, load_tokenizer
-from comb.documents.datasets import Counts
 from comb.documents.document import Prompt
 from comb.linking.masks import FRESH, PADDING
 from comb.linktokens.modeling import LinkTokensForCausalLM
@@ -76,12 +75,7 @@ class LinkTokensTraining(TrainingMethod):
         """The same question as a row that holds its documents."""
         return replace(example, prompt=Prompt(example.prompt.flat, (), ()))
 
-    def fitting(
-        self, examples: Sequence[TrainingExample], model: Any, config: Config, counts: Counts
-    ) -> Sequence[TrainingExample]:
-        """Without those longer than `data.max_prompt_tokens` or the backbone's positions."""
+    def longest_row(self, model: Any, config: Config) -> int:
+        """The backbone's positions, or `data.max_prompt_tokens`."""
         longest: int = model.config.get_text_config().max_position_embeddings
-        longest = min(longest, config.data.max_prompt_tokens or longest)
-        kept = [example for example in examples if len(example.prompt.flat) + len(example.target) <= longest]
-        counts.drop(f"prompt and answer of more than {longest} tokens", len(examples) - len(kept))
-        return kept
+        return min(longest, config.data.max_prompt_tokens or longest)

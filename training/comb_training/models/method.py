@@ -56,11 +56,21 @@ class TrainingMethod(ABC):
         """Of an example, the tokens that go through the backbone: what a batch's budget counts."""
         return example
 
+    @abstractmethod
+    def longest_row(self, model: Any, config: Config) -> int | None:
+        """Tokens that an example may have with its documents and its answer; None where the backbone reads it without
+        documents alone."""
+
     def fitting(
         self, examples: Sequence[TrainingExample], model: Any, config: Config, counts: Counts
     ) -> Sequence[TrainingExample]:
         """The examples whose rows the backbone can take; those left out are counted."""
-        return examples
+        longest = self.longest_row(model, config)
+        if longest is None:
+            return examples
+        kept = [example for example in examples if len(example.prompt.flat) + len(example.target) <= longest]
+        counts.drop(f"prompt and answer of more than {longest} tokens", len(examples) - len(kept))
+        return kept
 
 
 training_methods: Registry[type[TrainingMethod]] = Registry("training method", "comb_training.models")

@@ -152,7 +152,8 @@ def _add_data(result: Plan, model: Trained) -> None:
     result.statistics = TokenStatistics.of(examples)
     result.sets = statistics_by_set(examples) if config.data.mixture else {}
     if config.data.questions_per_row > 1:
-        examples = join_questions(examples, config.data.questions_per_row, builder)
+        longest = training_method(config.train.method).longest_row(model, config)
+        examples = join_questions(examples, config.data.questions_per_row, builder, longest=longest)
     sampler = BatchSampler(examples, config.train, ranks=result.ranks)
     result.steps = total_steps(config.train, sampler.steps_per_epoch)
     result.size = PassSize.of_data(sampler, examples, model)

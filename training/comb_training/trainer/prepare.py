@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -14,9 +15,10 @@ from comb.documents.datasets import Counts
 from comb.documents.document import PromptBuilder
 from comb.evaluation.record import check_writable
 from comb.hub.push import PUBLISHED, read_card
+from comb_training.answers.generate import prompt_limit
 from comb_training.config import Config
 from comb_training.data.batches import TrainingExample
-from comb_training.data.mixture import prompt_builder, read_tokenized
+from comb_training.data.mixture import Fitting, prompt_builder, read_tokenized
 from comb_training.data.token_statistics import TokenStatistics, statistics_by_set
 from comb_training.models import training_method
 from comb_training.models.method import device_of, model_tokenizer, options_named, set_threads
@@ -35,6 +37,7 @@ class PreparedRun:
     examples: Sequence[TrainingExample]
     counts: Counts
     statistics: TokenStatistics
+    fitting: Fitting  # that of `examples`
     sets: dict[str, TokenStatistics] = field(default_factory=dict)
 
 
@@ -68,12 +71,30 @@ def prepare(config: Config, *, resume: str | Path | None = None) -> PreparedRun:
         raise ValueError(f"no example is left to train on: {counts}")
     model = method.fitted(model, config, examples, resume)
     sets = statistics_by_set(examples) if config.data.mixture else {}
-    return PreparedRun(config, model, tokenizer, builder, examples, counts, TokenStatistics.of(examples), sets)
+    statistics, fitting = TokenStatistics.of(examples), fitting_of(config, model, "train")
+    return PreparedRun(config, model, tokenizer, builder, examples, counts, statistics, fitting, sets)
 
 
 def tokenized(
     config: Config, builder: PromptBuilder, model: Any, *, split: str, limit: int | None
 ) -> tuple[Sequence[TrainingExample], Counts]:
     """One side of the data, and what happened to the rows."""
-    examples, counts = read_tokenized(config.data, builder, model.max_document_tokens, split=split, limit=limit)
-    return training_method(config.train.method).fitting(examples, model, config, counts), counts
+    fitting = fitting_of(config, model, split)
+    return read_tokenized(config.data, builder, model.max_document_tokens, split=split, limit=limit, fitting=fitting)
+
+
+def fitting_of(config: Config, model: Any, split: str) -> Fitting:
+    """What leaves out, before a mixture's shares are taken, the examples that this run can't learn from."""
+    train, method, limit = config.train, training_method(config.train.method), sys.maxsize
+    on_policy = train.answers == "on_policy"
+    if split == "train" and on_policy and train.teacher is None:  # another one has other tokens, and limits
+        limit = prompt_limit(model.backbone, train.answer_max_new_tokens, config.data.max_prompt_tokens)
+
+    def fitting(examples: Sequence[TrainingExample], counts: Counts) -> Sequence[TrainingExample]:
+        answered = [each for each in examples if each.references or on_policy or split != "train"]
+        counts.drop("no answer in the data: train.answers=on_policy gives one", len(examples) - len(answered))
+        short = [each for each in answered if len(each.prompt.flat) <= limit]
+        counts.drop(f"prompt of more than {limit} tokens", len(answered) - len(short))
+        return method.fitting(short, model, config, counts)
+
+    return fitting

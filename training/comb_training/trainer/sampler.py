@@ -27,6 +27,22 @@ def row_length(example: TrainingExample) -> int:
     return len(example.prompt.bare) + len(example.target)
 
 
+def check_budgets(examples: Sequence[TrainingExample], config: TrainConfig) -> None:
+    """Raises ValueError for an example that alone is over the budgets of a batch."""
+    method = training_method(config.method)
+    for example in map(method.row, examples):
+        for name, limit, tokens in (
+            ("document", config.batch_document_tokens, sum(map(len, set(example.segments)))),
+            ("query", config.batch_query_tokens, row_length(example)),
+        ):
+            if limit is not None and tokens > limit:
+                raise ValueError(
+                    f"example {example.id} alone has {tokens} {name} tokens, more than train.batch_{name}_tokens="
+                    f"{limit} of a whole batch: raise that, or shorten the data (data.num_documents, "
+                    "data.max_document_tokens, data.max_query_tokens)"
+                )
+
+
 class BatchSampler:
     """Batches of example indices within the run's budgets; every example comes once per epoch (but see `left_out`).
 
@@ -52,21 +68,11 @@ class BatchSampler:
         ranks: int | None = None,
         accumulation: int | None = None,
     ) -> None:
+        check_budgets(examples, config)
         method = training_method(config.method)
         examples = [method.row(example) for example in examples]
         ranks = distributed.world_size() if ranks is None else ranks
         accumulation = config.gradient_accumulation_steps if accumulation is None else accumulation
-        for example in examples:
-            for name, limit, tokens in (
-                ("document", config.batch_document_tokens, sum(map(len, set(example.segments)))),
-                ("query", config.batch_query_tokens, row_length(example)),
-            ):
-                if limit is not None and tokens > limit:
-                    raise ValueError(
-                        f"example {example.id} alone has {tokens} {name} tokens, more than train.batch_{name}_tokens="
-                        f"{limit} of a whole batch: raise that, or shorten the data (data.num_documents, "
-                        "data.max_document_tokens, data.max_query_tokens)"
-                    )
         if len(examples) < ranks * accumulation:
             raise ValueError(
                 f"{len(examples)} examples are too few: each optimizer step takes {ranks} rank(s) x {accumulation} "

@@ -17,6 +17,7 @@ from typing import Any
 
 import torch
 from accelerate.utils import send_to_device
+from safetensors.torch import save_file
 from torch import Tensor, nn
 from transformers import set_seed
 from transformers.trainer import OPTIMIZER_NAME, TRAINER_STATE_NAME
@@ -25,6 +26,7 @@ from comb.model.adapter import floating
 from comb_training.config import TrainConfig
 from comb_training.data.batches import IGNORED, TrainingExample
 from comb_training.models import training_method
+from comb_training.models.comb import lora_layers
 from comb_training.trainer import distributed
 from comb_training.trainer.accelerator import (
     load_engine,
@@ -36,6 +38,7 @@ from comb_training.trainer.accelerator import (
 from comb_training.trainer.checkpoints import (
     MAY_CHANGE,
     RANDOM_STATE,
+    TRAINED,
     check_finite,
     check_names,
     load_trainable,
@@ -92,9 +95,8 @@ class CombTrainer:
             if long:
                 raise ValueError(
                     f"{len(long)} examples are longer with their documents than the backbone's {limit} positions, "
-                    f"where train.kl_weight has them (example {long[0].id}, for one): lower data.num_documents or "
-                    "data.max_document_tokens, or use train.answers=on_policy with data.max_prompt_tokens, which drops "
-                    "them"
+                    f"where train.kl_weight has them (example {long[0].id}, for one): leave them out, or lower "
+                    "data.num_documents or data.max_document_tokens"
                 )
         self.config = config
         self.examples = examples
@@ -301,8 +303,10 @@ class CombTrainer:
         folder = Path(self.config.output_dir)
         keep = self.config.save_total_limit
         with self.log.paused("saving"), new_checkpoint(folder, self.step, keep=keep) as path:
-            weights = trained_weights(self.model, sharded=self.sharded)
-            check_finite(weights)
+            trained = trained_weights(self.model, sharded=self.sharded)
+            check_finite(trained)
+            lora = bool(lora_layers(self.model))  # merged, it is an adapter, and can't be gone on from
+            weights = self._published() if lora else trained
             cuda = torch.cuda.get_rng_state_all() if torch.cuda.is_available() else []
             torch.save({"cpu": torch.get_rng_state(), "cuda": cuda}, path / RANDOM_STATE.format(distributed.rank()))
             if self.sharded:
@@ -310,6 +314,8 @@ class CombTrainer:
             if distributed.is_main():
                 # an adapter folder, which can be asked like the one of a finished run
                 self.model.save_pretrained(path, tokenizer=self.tokenizer, state_dict=weights)
+                if lora:
+                    save_file(trained, path / TRAINED)
                 if not self.sharded:
                     torch.save(self.optimizer.state_dict(), path / OPTIMIZER_NAME)
                 state = {"global_step": self.step, "seconds": self.schedule.used, "log_history": self.log.history}
@@ -345,10 +351,11 @@ class CombTrainer:
         In that dtype they are loaded and served, and documents then take no more bytes than the backbone's own. Raises
         TrainingDivergedError if one of them is NaN or infinite.
         """
-        dtype = floating(self.model.backbone.dtype)
-        weights = {
-            name: tensor.to(dtype) for name, tensor in published_weights(self.model, sharded=self.sharded).items()
-        }
+        weights = self._published()
         check_finite(weights)
         if distributed.is_main():
             self.model.save_pretrained(folder, tokenizer=self.tokenizer, state_dict=weights)
+
+    def _published(self) -> dict[str, Tensor]:
+        dtype = floating(self.model.backbone.dtype)
+        return {name: tensor.to(dtype) for name, tensor in published_weights(self.model, sharded=self.sharded).items()}

@@ -13,7 +13,8 @@ from comb.documents.document import Document, Example
 from comb_training.data.records import DatasetRow, on_hub, read_alike, read_records
 from comb_training.data.side import DatasetSide, Split, content_group, reader
 
-_HELDOUT = re.compile(r"(test|dev|val|valid|validation|eval|held[-_]?out)([-_.]|\d)", re.IGNORECASE)
+_HELDOUT = re.compile(r"(^|[-_.])(test|dev|val(id(ation)?)?|eval(uation)?|held[-_]?out)([-_.]|\d)", re.IGNORECASE)
+_TRAIN = re.compile(r"(^|[-_.])train", re.IGNORECASE)
 
 
 @reader("jsonl", heldout_share=0.1, reads="a file or folder of rows with documents, query and answer")
@@ -24,9 +25,9 @@ def read_jsonl(side: DatasetSide, *, num_documents: int | None = None) -> Iterab
     of ``answers`` (all of them are accepted). Optional: ``id``, and ``group`` for what the train/held-out split must
     not cut (default: the documents themselves, so that rows over the same ones stay together).
 
-    Of a folder all such files are read. Where some of them are called test, dev, validation or heldout, these are the
-    held-out side of the split, and the others the side to train on. `num_documents`: keep only the first so many
-    documents of a row (counted); None keeps all.
+    Of a folder all such files are read. Where some are called test, dev, validation or heldout, as `a_dev.jsonl` is,
+    these are the held-out side of the split, named in the counts, and the others the side to train on. `num_documents`:
+    keep only the first so many documents of a row (counted); None keeps all.
     """
     if on_hub(side.path):
         records = read_records(side.path, "jsonl")
@@ -51,9 +52,10 @@ def _files(side: DatasetSide, path: Path) -> tuple[list[Path], Split]:
     for file in chain.from_iterable(found):
         if file not in files:
             side.counts.note(f"file of another kind left out: {file.name}")
-    heldout = [file for file in files if _HELDOUT.match(file.name)]
+    heldout = [file for file in files if _HELDOUT.search(file.name) and not _TRAIN.search(file.name)]
     if side.split == "all" or not heldout or len(heldout) == len(files):
         return sorted(files), side.split
+    side.counts.note(f"files held out by their names: {', '.join(sorted(file.name for file in heldout))}", len(heldout))
     return sorted(heldout if side.split == "heldout" else set(files) - set(heldout)), "all"
 
 
