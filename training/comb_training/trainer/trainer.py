@@ -305,12 +305,13 @@ class CombTrainer:
         with self.log.paused("saving"), new_checkpoint(folder, self.step, keep=keep) as path:
             trained = trained_weights(self.model, sharded=self.sharded)
             check_finite(trained)
-            lora = bool(lora_layers(self.model))  # merged, it is an adapter, and can't be gone on from
-            weights = self._published() if lora else trained
             cuda = torch.cuda.get_rng_state_all() if torch.cuda.is_available() else []
             torch.save({"cpu": torch.get_rng_state(), "cuda": cuda}, path / RANDOM_STATE.format(distributed.rank()))
             if self.sharded:
                 self._wrapped.save_checkpoint(str(path), exclude_frozen_parameters=True)
+            # merged, LoRA is an adapter, and can't be gone on from; behind DeepSpeed, which has let go of its parts by now
+            lora = bool(lora_layers(self.model))
+            weights = self._published() if lora else trained
             if distributed.is_main():
                 # an adapter folder, which can be asked like the one of a finished run
                 self.model.save_pretrained(path, tokenizer=self.tokenizer, state_dict=weights)
