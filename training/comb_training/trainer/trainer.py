@@ -309,7 +309,7 @@ class CombTrainer:
             torch.save({"cpu": torch.get_rng_state(), "cuda": cuda}, path / RANDOM_STATE.format(distributed.rank()))
             if self.sharded:
                 self._wrapped.save_checkpoint(str(path), exclude_frozen_parameters=True)
-            # merged, LoRA is an adapter, and can't be gone on from; behind DeepSpeed, which has let go of its parts by now
+            # merged, LoRA is an adapter, and nothing to go on from; behind DeepSpeed, which has let go of its parts
             lora = bool(lora_layers(self.model))
             weights = self._published() if lora else trained
             if distributed.is_main():
