@@ -200,7 +200,8 @@ class DecodeState:
                 repeat_rows(past, copies)
         if self.documents is not None:
             generate_kwargs |= {"documents": self.documents, "prefix_tokens": self.prefixes}
-        if past is not None or self.prefixes is not None or pass_size(backbone_of(self.model)) is not None:
+        chunks = self._setting("prefill_chunk_size", generate_kwargs) is not None
+        if past is not None or self.prefixes is not None or (chunks and pass_size(backbone_of(self.model)) is not None):
             # `generate` takes chunks of the whole prompt, also behind a cache that holds it (transformers 5.19); and
             # some scans begin anew with each
             generate_kwargs |= {"use_cache": True, "prefill_chunk_size": None}

@@ -169,7 +169,7 @@ def test_the_plot_names_what_it_shows(
 
 
 def test_a_dry_run_shows_what_is_not_by_default_whole(run: Callable[..., Any], tmp_path: Path) -> None:
-    prefix = "Answer from the texts alone, and say so where they hold nothing of what was asked for. " * 3
+    prefix = "Answer from the texts alone, and say so where they hold nothing asked for. "
     path = tmp_path / ("a-long-name-of-a-folder-" * 6)
     shown = run(f"data.prefix={json.dumps(prefix)}", f"train.output_dir={path}", "--dry-run").stdout
     assert max(map(len, shown.partition("All other")[0].replace(str(path), "").splitlines())) <= 200

@@ -11,13 +11,12 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import Any, Protocol
 
 import torch
 from tqdm import tqdm
 
 from comb.backbones.adapter import backbone_fingerprint
-from comb.backbones.discovery import inspect_backbone
 from comb.backbones.loading import load_model, resolve_name
 from comb.backbones.tokenizer import load_tokenizer
 from comb.documents.datasets import Counts
@@ -29,10 +28,7 @@ from comb_training.answers.store import AnswerSettings, AnswerStore, StoredAnswe
 from comb_training.data.batches import TrainingExample, by_documents, tokenize
 from comb_training.data.mixture import prompt_builder, read_examples
 from comb_training.trainer import distributed
-
-if TYPE_CHECKING:
-    from comb_training.trainer.prepare import PreparedRun
-
+from comb_training.trainer.prepare import PreparedRun, prompt_limit
 
 logger = logging.getLogger(__name__)
 
@@ -292,12 +288,6 @@ def count_answers(answers: Sequence[StoredAnswer | None], counts: Counts, limit:
     counts.drop(f"prompt of more than {limit} tokens", sum(answer is None for answer in answers))
     cut = sum(answer is not None and not answer.finished for answer in answers)
     counts.truncate(f"answer cut at {max_new_tokens} tokens", cut)
-
-
-def prompt_limit(backbone: Any, max_new_tokens: int, max_prompt_tokens: int | None) -> int:
-    """Tokens of the longest prompt that is answered: the backbone's positions have to hold the answer, too."""
-    limit: int = inspect_backbone(backbone).max_position_embeddings - max_new_tokens
-    return limit if max_prompt_tokens is None else min(limit, max_prompt_tokens)
 
 
 def settings_of(backbone: Any, stops: Sequence[int], max_new_tokens: int, name: str = "") -> AnswerSettings:

@@ -149,6 +149,8 @@ def _add_data(result: Plan, model: Trained) -> None:
     except MissingDataError as error:
         result.notes.append(f"no data and batches: {first_line(error)}")
         return
+    if not examples:
+        raise ValueError(f"no example is left to train on: {result.counts}")
     result.statistics = TokenStatistics.of(examples)
     result.sets = statistics_by_set(examples) if config.data.mixture else {}
     if config.data.questions_per_row > 1:

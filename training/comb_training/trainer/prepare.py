@@ -11,11 +11,11 @@ from typing import Any
 from transformers import set_seed
 
 from comb.backbones.attention_calls import choose_attention
+from comb.backbones.discovery import inspect_backbone
 from comb.documents.datasets import Counts
 from comb.documents.document import PromptBuilder
 from comb.evaluation.record import check_writable
 from comb.hub.push import PUBLISHED, read_card
-from comb_training.answers.generate import prompt_limit
 from comb_training.config import Config
 from comb_training.data.batches import TrainingExample
 from comb_training.data.mixture import Fitting, prompt_builder, read_tokenized
@@ -98,3 +98,9 @@ def fitting_of(config: Config, model: Any, split: str) -> Fitting:
         return method.fitting(short, model, config, counts)
 
     return fitting
+
+
+def prompt_limit(backbone: Any, max_new_tokens: int, max_prompt_tokens: int | None) -> int:
+    """Tokens of the longest prompt that is answered: the backbone's positions have to hold the answer, too."""
+    limit: int = inspect_backbone(backbone).max_position_embeddings - max_new_tokens
+    return limit if max_prompt_tokens is None else min(limit, max_prompt_tokens)
