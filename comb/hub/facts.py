@@ -36,8 +36,7 @@ def read_training(folder: Path) -> dict[str, Any] | None:
     if record is None:
         return None
     config, counts, frozen = record.get("config") or {}, record.get("parameters") or {}, None
-    if {"all", "trainable"} <= counts.keys() and (config.get("train") or {}).get("lora_rank") is None:
-        # with LoRA the encoder's own weights are frozen too, and belong to the adapter all the same
+    if {"all", "trainable"} <= counts.keys():
         frozen = counts["all"] - counts["trainable"]
     sets = dict.fromkeys((_name(data), hub_id(data["dataset"], data.get("path"))) for data in _sets(config))
     return {**record, "datasets": list(sets), "frozen": frozen}

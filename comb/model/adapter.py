@@ -6,6 +6,7 @@ import copy
 import shutil
 import tempfile
 from abc import abstractmethod
+from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self
 
@@ -80,7 +81,7 @@ class AdapterModel(PreTrainedModel):
             raise ValueError("positional model arguments are not supported for COMB adapters")
         place = {key: kwargs.pop(key) for key in ("revision", "subfolder") if key in kwargs}
         hub = {key: kwargs[key] for key in HUB_ARGUMENTS if key in kwargs} | place
-        settings: Any = config
+        settings: Any = copy.copy(config)
         if not isinstance(config, AdapterConfig):
             beside = name_or_path if config is None else config
             with explained(beside):
@@ -111,9 +112,11 @@ class AdapterModel(PreTrainedModel):
         if settings.backbone_fingerprint is not None:
             check_fingerprint(loaded, settings.backbone_fingerprint, settings.backbone_name_or_path)
         model = cls(settings, loaded)
-        saved = load_adapter(model, read_weights(name_or_path, **hub), name_or_path)
+        weights = read_weights(name_or_path, **hub)
         if adapter_dtype is None:
+            saved = next((tensor.dtype for tensor in weights.values()), torch.float32)
             adapter_dtype = saved if dtype in (None, "auto") else floating(loaded.dtype)
+        load_adapter(model, model._whole(weights, adapter_dtype), name_or_path)
         model._place(adapter_dtype).eval()
         # what transformers' report would hold is an error above
         empty: Any = dict.fromkeys(("missing_keys", "unexpected_keys", "mismatched_keys", "error_msgs"), ())
@@ -174,6 +177,10 @@ class AdapterModel(PreTrainedModel):
         with tempfile.TemporaryDirectory() as folder:
             self.save_pretrained(folder, tokenizer=tokenizer, **kwargs)
             return push(folder, repo_id, private=private, api=_api(token))
+
+    def _whole(self, weights: Mapping[str, Tensor], dtype: torch.dtype) -> Mapping[str, Tensor]:
+        """A checkpoint's weights as the model has them, in `dtype` what isn't in it."""
+        return weights
 
     @abstractmethod
     def _place(self, dtype: torch.dtype) -> Self:

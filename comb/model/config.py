@@ -9,7 +9,7 @@ from transformers.configuration_utils import PretrainedConfig
 
 from comb.backbones.adapter import AdapterConfig, check_types
 
-FORMAT_VERSION = 2  # 1 knows no exact_prefix, and would have all tokens read
+FORMAT_VERSION = 3  # 1 knows no exact_prefix, and would have all tokens read; 2 no LoRA
 
 NORM_PLACEMENTS = ("pre", "post", "sandwich")
 QK_NORMS = ("none", "head", "flat")
@@ -108,6 +108,8 @@ class CombConfig(AdapterConfig):
         embedding_scale: factor between the embedding table's output and the first layer's input.
         exact_prefix: what stands in front of the documents (a system prompt, examples) reads none of them, so that it
             is computed once for all of them, as any prefix is. The COMB release reads from the first token on.
+        copied_layers: the backbone's layer that each of the encoder's began as; None where they began at random.
+        lora_rank: the files hold LoRA of this rank beside what was copied instead of it (`comb.model.lora`); None: all.
     """
 
     model_type = "comb"
@@ -124,6 +126,8 @@ class CombConfig(AdapterConfig):
     cross_encoder_layers: list[int] | None = None
     embedding_scale: float | int = 1.0
     exact_prefix: bool = False
+    copied_layers: list[int] | None = None
+    lora_rank: int | None = None
     format_version: int = FORMAT_VERSION
 
     def __post_init__(self, **kwargs: Any) -> None:
@@ -149,6 +153,11 @@ class CombConfig(AdapterConfig):
             raise ValueError(
                 f"cross_encoder_layers must name one of the {depth} encoder layers for each of the {len(layers)} "
                 f"cross blocks, got {sources}"
+            )
+        copied = self.copied_layers
+        if (copied is not None and len(copied) != depth) or (copied is None and self.lora_rank is not None):
+            raise ValueError(
+                f"copied_layers must name a layer of the backbone for each of the {depth} encoder layers, got {copied}"
             )
 
 

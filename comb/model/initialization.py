@@ -201,7 +201,7 @@ def encoder_config_for(
     if initialization == "random":
         return config
     layers: nn.ModuleList = backbone.get_submodule(info.layers_path)
-    part = _with_attention(layers, len(layers) // 2, info, text_config(backbone))
+    part = layer_parts(layers, len(layers) // 2, info, text_config(backbone))
     config.qk_norm, config.norm_placement = part.qk_norm, part.norm_placement
     config.attention_bias = part.attention_bias
     if initialization == "first" and part.qk_norm == "none":
@@ -243,36 +243,44 @@ def copy_parts(target: nn.Module, parts: LayerParts, renamed: dict[str, str] | N
     return copied
 
 
+def sources_of_layers(count: int, info: BackboneInfo, initialization: str) -> list[int] | None:
+    """The backbone's layers that `count` layers of an encoder begin as: its first ones, or evenly spaced from the first
+    on, with repeats where it has fewer; None at random. Raises ValueError if it hasn't so many first ones."""
+    if initialization == "random":
+        return None
+    if initialization == "backbone":
+        return [index * info.num_layers // count for index in range(count)]
+    if count > info.num_layers:
+        raise ValueError(f"the backbone has {info.num_layers} layers, of which {count} can't be the encoder's first")
+    return list(range(count))
+
+
 @torch.no_grad()
 def initialize_from_backbone(
     encoder: CombEncoder,
     blocks: nn.ModuleList,
+    sources: list[int],
     cross_layers: list[int],
     backbone: PreTrainedModel,
     info: BackboneInfo,
     *,
-    first: bool,
+    turned: bool,
 ) -> None:
-    """Encoder layers from evenly spaced ones of the backbone, or its `first` ones, cross block i and its K/V head from
-    the layer behind it.
+    """Encoder layer i from layer sources[i] of the backbone, cross block i and its K/V head from the layer behind it,
+    `turned` by `TURN` tokens.
 
     Layers without softmax attention (linear layers of a hybrid, latent attention) give their MLP and norms; the
     attention then comes from the nearest layer that has one, if any.
     """
     layers, config = backbone.get_submodule(info.layers_path), text_config(backbone)
     copied = 0
-    count = len(encoder.layers)
-    if first and count > len(layers):
-        raise ValueError(f"the backbone has {len(layers)} layers, of which {count} can't be the encoder's first")
-    # evenly spaced from the first on, with repeats when the backbone has fewer
-    sources = list(range(count)) if first else [index * len(layers) // count for index in range(count)]
     for target, source in zip(encoder.layers, sources, strict=True):
-        copied += len(copy_parts(target, _with_attention(layers, source, info, config)))
+        copied += len(copy_parts(target, layer_parts(layers, source, info, config)))
     for block, head, position in zip(blocks, encoder.key_value_heads, cross_layers, strict=True):
         assert isinstance(block, CrossBlock)
         assert isinstance(head, KeyValueHead)
-        copied += _start_cross_block(block, head, _with_attention(layers, position, info, config), info)
-        if first and encoder.config.cross_qk_norm == "none":  # behind a norm's weights it would be another turn
+        copied += _start_cross_block(block, head, layer_parts(layers, position, info, config), info)
+        if turned and encoder.config.cross_qk_norm == "none":  # behind a norm's weights it would be another turn
             cosine, sine = encoder.rotary(torch.tensor([[-TURN]], device=head.k_proj.weight.device))
             for parameter in head.k_proj.parameters():
                 keys = parameter.view(info.num_key_value_heads, info.head_dim, -1).mT[None]  # [1, heads, inputs, dim]
@@ -281,8 +289,8 @@ def initialize_from_backbone(
     logger.info("encoder and cross blocks: %d of %d tensors start from the backbone's layers", copied, total)
 
 
-def _with_attention(layers: nn.ModuleList, index: int, info: BackboneInfo, config: Any) -> LayerParts:
-    """Layer `index`, with the attention of the nearest layer that has one if it has none itself."""
+def layer_parts(layers: nn.ModuleList, index: int, info: BackboneInfo, config: Any) -> LayerParts:
+    """`read_layer` of layer `index`, with the attention of the nearest layer that has one if it has none itself."""
     part = read_layer(layers[index], info, config)
     if part.has("self_attn.q_proj.weight") or info.latent_attention:
         return part

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import hashlib
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from contextvars import ContextVar
 from dataclasses import fields
@@ -32,7 +32,13 @@ from comb.model.adapter import AdapterModel, device_of, floating, frozen_backbon
 from comb.model.config import CombConfig, CombEncoderConfig, spread_cross_layers
 from comb.model.cross_attention import CrossBlock, KeyValues, LayerHooks, LinkedDocuments
 from comb.model.encoder import CombEncoder, equal_parts, padded_batches
-from comb.model.initialization import encoder_config_for, initialize_from_backbone, initialize_random
+from comb.model.initialization import (
+    encoder_config_for,
+    initialize_from_backbone,
+    initialize_random,
+    sources_of_layers,
+)
+from comb.model.lora import merged
 from comb.waits import on_device
 
 Segment = Sequence[int] | Tensor
@@ -170,22 +176,29 @@ class CombForCausalLM(AdapterModel, GenerationMixin):
             ),
             embedding_scale=info.embedding_scale,
             exact_prefix=exact_prefix,
+            copied_layers=sources_of_layers(num_encoder_layers, info, initialization),
         )
         # where it will be: a CPU draws the 3.5 B parameters of an 8B model's adapter for minutes
         with device_of(backbone.get_input_embeddings()):
             model = cls(config, backbone)
         std = float(getattr(backbone.config.get_text_config(), "initializer_range", None) or 0.02)
         initialize_random((model.encoder, model.cross_blocks), std=std, depth=num_encoder_layers)
-        if initialization != "random":
+        if config.copied_layers is not None:
             initialize_from_backbone(
-                model.encoder, model.cross_blocks, layers, backbone, info, first=initialization == "first"
-            )
+                model.encoder, model.cross_blocks, config.copied_layers, layers, backbone, info,
+                turned=initialization == "first",
+            )  # fmt: skip
         if behind and device_of(backbone.get_input_embeddings()).type != "meta":
             model.encoder.start_front(model._embed([tuple(behind)])[0])
         for block in model.cross_blocks:
             nn.init.constant_(block.attention_gate, math.atanh(gate))  # type: ignore[arg-type]  # a parameter
         model._place(adapter_dtype or floating(backbone.dtype)).eval()
         return model
+
+    def _whole(self, weights: Mapping[str, Tensor], dtype: torch.dtype) -> Mapping[str, Tensor]:
+        whole = merged(self, weights, dtype)
+        self.config.lora_rank = None  # from here on, and where it is saved again
+        return whole
 
     def _place(self, dtype: torch.dtype) -> Self:
         """Moves each part of the adapter to where the backbone needs it, in `dtype`."""

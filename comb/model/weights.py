@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -84,8 +85,8 @@ def check_headers(folder: Path, config: AdapterConfig) -> None:
     """What `load_adapter` checks, but for values, by the headers of a folder's weights alone. Raises ValueError."""
     if config.backbone_config is not None and (found := headers(folder)):
         with explained(folder), torch.device("meta"):
-            model = AutoModelForCausalLM.from_config(config)
-        check_fits(model, found, folder)
+            model: Any = AutoModelForCausalLM.from_config(copy.copy(config))
+        check_fits(model, model._whole(found, torch.float32), folder)
 
 
 def check_checkpoint(name: str | Path, backbone: str | None = None) -> None:

@@ -134,7 +134,7 @@ def test_a_relative_backbone_folder_is_found_from_anywhere(saved: Path, monkeypa
 def test_an_adapter_that_knows_no_exact_prefix_reads_as_it_did(saved: Path) -> None:
     path = saved / "adapter" / "config.json"
     written = json.loads(path.read_text())
-    assert (written["format_version"], written.pop("exact_prefix")) == (2, True)
+    assert (written["format_version"], written.pop("exact_prefix")) == (3, True)
     path.write_text(json.dumps({**written, "format_version": 1}))
     assert CombForCausalLM.from_pretrained(saved / "adapter").config.exact_prefix is False
 
@@ -192,13 +192,13 @@ def test_keys_and_weights_of_a_newer_version_are_named(saved: Path, caplog: pyte
     path = saved / "adapter" / "model.safetensors"
     with caplog.at_level(logging.WARNING, logger="comb"):
         CombForCausalLM.from_pretrained(saved / "adapter")
-    for named in ("other_new_key, seam_tokens", "format 2, this is 2"):
+    for named in ("other_new_key, seam_tokens", "format 3, this is 3"):
         assert named in caplog.text
     save_file({**load_file(path), "encoder.extra": torch.zeros(1)}, path, metadata={"format": "pt"})
     with pytest.raises(ValueError, match=r"1 weights that its config\.json doesn't speak of.*encoder\.extra.*upgrade"):
         CombForCausalLM.from_pretrained(saved / "adapter")
     edit(saved / "adapter" / "config.json", format_version=7)
-    with pytest.raises(ValueError, match=r"config\.json .*newer comb \(format_version 7, this one reads 2\)"):
+    with pytest.raises(ValueError, match=r"config\.json .*newer comb \(format_version 7, this one reads 3\)"):
         CombForCausalLM.from_pretrained(saved / "adapter")
 
 

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 
 from comb import CombForCausalLM
+from comb.model.lora import add_lora
 from comb_serving.config.instance import default_root, make_secret, read_secret
 from comb_serving.config.serve_options import ServeOptions
 from comb_serving.pool.capability import KEY, MARK, Capability, PoolHandle, digest, pack
@@ -27,8 +28,11 @@ SMALL = {
 }  # fmt: skip
 
 
-def checkpoint(folder: Path, backbone: Any, **options: Any) -> CombForCausalLM:
-    """An adapter with open gates on `backbone` (a name, a folder or a model saved before), saved to `folder`."""
+def checkpoint(folder: Path, backbone: Any, *, lora: int | None = None, **options: Any) -> CombForCausalLM:
+    """An adapter with open gates on `backbone` (a name, a folder or a model saved before), saved to `folder`.
+
+    lora: rank of the LoRA that it has beside copies of the backbone's layers.
+    """
     torch.manual_seed(3)
     made = CombForCausalLM.from_backbone(backbone, dtype=torch.float32, num_encoder_layers=2, **options)
     model = open_gates(made, 1.5, 1.0)
@@ -36,7 +40,13 @@ def checkpoint(folder: Path, backbone: Any, **options: Any) -> CombForCausalLM:
         for parameter in block.parameters():
             if parameter.ndim == 1 and len(parameter) > 1:  # norms and biases, which start at one and zero
                 parameter.data.add_(torch.randn_like(parameter), alpha=0.2)
-    model.save_pretrained(folder)
+    if lora is not None:
+        add_lora(model, rank=lora)
+    trained = {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
+    for name, parameter in trained.items():
+        if ".lora_B." in name:
+            torch.nn.init.normal_(parameter, std=0.1)
+    model.save_pretrained(folder, state_dict=trained)
     return CombForCausalLM.from_pretrained(folder, dtype=torch.float32)
 
 

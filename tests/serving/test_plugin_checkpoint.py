@@ -144,7 +144,7 @@ class Plain(nn.Module):
         return set(self.got)
 
 
-def loading(expected: Any) -> Any:
+def loading(expected: Any, text: Any = None) -> Any:
     from comb_serving.vllm.models import CombMixin
 
     class Model(CombMixin, Plain):
@@ -152,7 +152,8 @@ def loading(expected: Any) -> Any:
             nn.Module.__init__(self)
             self.layer = nn.Linear(2, 3)
             self.comb_blocks = {"cross_blocks.0.": self.layer}
-            config = SimpleNamespace(hf_config=SimpleNamespace(comb={"fingerprint": expected}))
+            adapter = {"fingerprint": expected, "layers": [4], "lora_rank": 2}
+            config = SimpleNamespace(dtype=torch.float32, hf_config=SimpleNamespace(comb=adapter), hf_text_config=text)
             self._comb_vllm_config = SimpleNamespace(model_config=config)
             self.secondary_weights = [SimpleNamespace(model_or_path="there")]
 
@@ -183,6 +184,44 @@ def test_weights_go_where_they_belong() -> None:
         loading(None).load_weights([("cross_blocks.0.bias", bias * float("nan"))])
     with pytest.raises(ValueError, match="embedding in there differs"):
         model.load_weights([*given[:4], ("comb_backbone.embed.weight", table + 0.1)])
+
+
+def test_matrices_with_lora_are_those_of_the_backbone_and_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("comb_serving.vllm.block.get_tensor_model_parallel_rank", lambda: 0)
+    gate, up, down = torch.randn(3, 2), torch.randn(3, 2), torch.randn(2, 3)
+    fused = torch.cat((gate, up))
+    lora = {f"cross_blocks.0.mlp.{name}.lora_{which}.weight": torch.randn(*shape)
+            for name, outputs, inputs in (("gate_proj", 3, 2), ("up_proj", 3, 2), ("down_proj", 2, 3))
+            for which, shape in (("A", (2, inputs)), ("B", (outputs, 2)))}  # fmt: skip
+
+    def beside(name: str) -> torch.Tensor:
+        a, b = (lora[f"cross_blocks.0.mlp.{name}.lora_{which}.weight"] for which in "AB")
+        return 8 * b @ a
+
+    def model() -> Any:
+        made = loading(None, SimpleNamespace(residual_multiplier=0.5))
+        sizes = {"gate_up_proj": (2, 6), "down_proj": (3, 2)}
+        made.layer = nn.ModuleDict({name: nn.Linear(*size, bias=False) for name, size in sizes.items()})
+        made.comb_blocks = {"cross_blocks.0.mlp.": made.layer}
+        return made
+
+    def of_layer(index: int, place: str = "model") -> list[tuple[str, torch.Tensor]]:
+        start = f"comb_backbone.{place}.layers.{index}.mlp."
+        return [(f"{start}gate_up_proj.weight", fused), (f"{start}down_proj.weight", down)]
+
+    made = model()
+    made.load_weights([*lora.items(), *((name, tensor + 1) for name, tensor in of_layer(3)), *of_layer(4)])
+    found = made.layer["gate_up_proj"].weight
+    torch.testing.assert_close(found, fused + torch.cat((beside("gate_proj"), beside("up_proj"))))
+    torch.testing.assert_close(made.layer["down_proj"].weight, down / 2 + beside("down_proj"))
+    assert len(made.got) == 4
+    with pytest.raises(ValueError, match=r"lacks 3 .*beside which there is LoRA, and which there hasn't got"):
+        model().load_weights([*lora.items(), *of_layer(3)])
+    with pytest.raises(ValueError, match=r"two matrices that cross_blocks.0.mlp.gate_proj.weight could"):
+        model().load_weights([*lora.items(), *of_layer(4, "vision"), *of_layer(4)])
+    damaged = [(name, tensor * math.nan) for name, tensor in lora.items()]
+    with pytest.raises(ValueError, match="NaN"):
+        model().load_weights([*damaged, *of_layer(4)])
 
 
 def packed(change: float | None = None, quantization: str | None = None) -> Any:

@@ -43,8 +43,9 @@ def test_a_family_is_its_backbone_without_documents_and_the_library_with(family:
         if parameter.ndim > 1 or name.endswith("proj.bias"):
             torch.nn.init.normal_(parameter, std=0.1)
     backbone.save_pretrained(tmp_path / "backbone")
-    # one whose cross-attention has no norms, as its own has none
-    start = {"initialization": "first", "encoder_causal": True} if family == "qwen2" else {}
+    # one whose cross-attention has no norms, as its own has none, and some with LoRA beside copies
+    start = {"initialization": "first", "encoder_causal": True, "lora": 4} if family == "qwen2" else {}
+    start |= {"lora": 4} if family == "olmo2" else {}
     model = checkpoint(tmp_path / "adapter", tmp_path / "backbone", **start)
     prompts = [list(range(10, 10 + length)) for length in (7, 40)]
     asked = [(prompt, names) for names in ("A", "", "BC") for prompt in prompts]

@@ -1,4 +1,4 @@
-"""The loss, its teacher, and LoRA on the encoder."""
+"""The loss and its teacher."""
 
 from __future__ import annotations
 
@@ -8,16 +8,13 @@ from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import load_file
 from torch.nn.functional import kl_div
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from comb import CombForCausalLM, Prompt, methods
+from comb import Prompt, methods
 from comb_training.data.batches import IGNORED, Collator, TrainingExample
-from comb_training.models.comb import add_lora, lora_layers, unload
-from comb_training.trainer.accelerator import trained_weights
 from comb_training.trainer.losses import Teacher, divergence, target_logits_only, target_loss
-from tests.helpers.training import backbone, comb_model, examples, trainer
+from tests.helpers.training import comb_model, examples, trainer
 
 GENERATOR = torch.Generator().manual_seed(0)
 
@@ -169,66 +166,3 @@ def test_prompts_that_the_teacher_cannot_read_are_refused(tmp_path: Path) -> Non
     with pytest.raises(ValueError, match=r"1 examples are longer .*128 positions, .*long one"):
         trainer(comb_model(), tmp_path, [*examples(), long], kl_weight=1.0)
     trainer(comb_model(), tmp_path, [*examples(), long])
-
-
-def test_lora_trains_less_and_publishes_the_merged_layers(tmp_path: Path) -> None:
-    pytest.importorskip("peft")
-    model = comb_model(gate=0.5)
-    names = set(model.state_dict())
-    frozen = {n: p.detach().clone() for n, p in model.encoder.layers.named_parameters()}
-    everything, _ = model.num_trainable_parameters()
-    add_lora(model, rank=2)
-    trained = {name for name, parameter in model.named_parameters() if parameter.requires_grad}
-    assert model.num_trainable_parameters()[0] < everything
-    assert all(".lora_" in name for name in trained if name.startswith("encoder.layers."))
-    assert any(name.startswith("cross_blocks.") for name in trained)
-    assert any(name.startswith("encoder.key_value_heads.") for name in trained)
-    settings = {"steps": 10, "batch_size": 6, "learning_rate": 1e-2, "save_steps": 5}
-    run = trainer(model, tmp_path, **settings)
-    run.train()
-    weights = trained_weights(run.model, sharded=False)
-    run.save_model(str(tmp_path / "adapter"))
-    assert set(load_file(tmp_path / "checkpoint-10" / "trained.safetensors")) == trained
-    published = load_file(tmp_path / "adapter" / "model.safetensors")
-    assert set(published) == {name for name in names if not name.startswith("backbone.")}
-    moved = [n for n, p in frozen.items() if not torch.equal(published[f"encoder.layers.{n}"], p)]
-    assert moved
-    batch = Collator(0)(examples())
-    batch.pop("labels")
-    with torch.no_grad():
-        expected = model.eval()(**batch).logits
-        loaded = CombForCausalLM.from_pretrained(tmp_path / "adapter", backbone=backbone())
-        torch.testing.assert_close(loaded(**batch).logits, expected, rtol=1e-4, atol=1e-5)
-        # a checkpoint is an adapter, too
-        last = CombForCausalLM.from_pretrained(tmp_path / "checkpoint-10", backbone=backbone())
-        assert torch.equal(last(**batch).logits, loaded(**batch).logits)
-        unload(model)
-        assert not lora_layers(model)
-        torch.testing.assert_close(model(**batch).logits, expected, rtol=1e-4, atol=1e-5)
-    # resumed in the middle, it is the same run
-    again = comb_model(gate=0.5)
-    add_lora(again, rank=2)
-    resumed = trainer(again, tmp_path, **settings)
-    resumed.train(tmp_path / "checkpoint-5")
-    assert resumed.losses == run.losses
-    found = trained_weights(resumed.model, sharded=False)
-    assert all(torch.equal(found[name], weight) for name, weight in weights.items())
-
-
-@pytest.mark.parametrize("bf16", [False, True])
-def test_lora_leaves_what_is_frozen_in_the_backbone_s_dtype(bf16: bool, tmp_path: Path) -> None:
-    pytest.importorskip("peft")
-    model = CombForCausalLM.from_backbone(
-        backbone().to(torch.bfloat16), num_encoder_layers=1, cross_attention_layers=[1], adapter_dtype=torch.float32
-    )
-    add_lora(model, rank=2)
-    parameters = model.encoder.layers.named_parameters()
-    assert {p.dtype for name, p in parameters if ".base_layer." in name} == {torch.bfloat16}
-    assert {p.dtype for p in model.parameters() if p.requires_grad} == {torch.float32}
-    run = trainer(model, tmp_path, steps=3, batch_size=6, learning_rate=1e-2, bf16=bf16)
-    run.train()
-    run.save_model(tmp_path / "adapter")
-    published = load_file(tmp_path / "adapter" / "model.safetensors")
-    unload(model)
-    merged = model._place(torch.bfloat16).state_dict()
-    assert all(torch.equal(merged[name], weight) for name, weight in published.items())

@@ -13,9 +13,9 @@ from transformers import AutoModelForCausalLM, LlamaConfig, Qwen3Config
 
 from comb import CombForCausalLM, LinkTokensForCausalLM, Prompt
 from comb.bench.context_length import peak_memory
+from comb.model.lora import add_lora
 from comb_training.config import TrainConfig
 from comb_training.data.batches import Collator, TrainingExample
-from comb_training.models.comb import add_lora
 from comb_training.models.linktokens import RowCollator
 from comb_training.plan.counting import Parameters
 from comb_training.plan.memory import (
@@ -109,7 +109,6 @@ def comb_step(model: CombForCausalLM, shape: Sizes, **options: bool) -> Step:
 def test_weights_gradients_and_moments_are_exact(bf16: bool, lora: bool) -> None:
     model = comb_model(bf16=bf16)
     if lora:
-        pytest.importorskip("peft")
         add_lora(model, rank=4)
     shape = Sizes(1, 2, 2, 8, 4, 4)
     step = comb_step(model, shape)

@@ -26,14 +26,12 @@ from comb.evaluation.record import environment, write_training
 from comb.evaluation.setting import Setting, drop_too_long
 from comb.hub.facts import RESULTS
 from comb.hub.push import refresh_card
-from comb.model.adapter import floating
 from comb_training.answers import answer_prepared
 from comb_training.config import Config
 from comb_training.data.batches import TrainingExample, join_questions
 from comb_training.data.mixture import prompt_builder, read_examples
 from comb_training.data.token_statistics import TokenStatistics, statistics_by_set
 from comb_training.models import training_method
-from comb_training.models.comb import unload
 from comb_training.models.method import device_of
 from comb_training.trainer import distributed
 from comb_training.trainer.checkpoints import checkpoint_to_resume
@@ -158,9 +156,8 @@ def run_training(
             for results in folder.glob(RESULTS):
                 results.unlink()
         trainer.save_model(folder)
-        if model is not None:
-            unload(model)
-            result.model = model._place(floating(model.backbone.dtype))  # what is evaluated is what was written
+        if model is not None:  # what is evaluated is what was written
+            result.model = type(model).from_pretrained(folder, backbone=model.backbone)
         if distributed.is_main():
             _write_record(config, record, folder)
         trainer.log.end(trainer.step, trainer.ended_by)

@@ -60,6 +60,7 @@ class CombConfigParser(HFConfigParser):
             "revision": config.backbone_revision,
             "layers": list(config.cross_attention_layers or []),
             "encoder": config.encoder_config.to_diff_dict(),
+            "lora_rank": config.lora_rank,
             "fingerprint": config.backbone_fingerprint,
         }
         setattr(backbone, ATTRIBUTE, of_adapter)

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import inspect
+import re
 import types
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -13,8 +14,10 @@ from vllm.model_executor.model_loader.default_loader import DefaultModelLoader
 from vllm.model_executor.models import ModelRegistry
 
 from comb.backbones.adapter import same_embedding
+from comb.backbones.discovery import MLP_NAMES
+from comb.model.lora import merge
 from comb_serving.vllm import PREFIX
-from comb_serving.vllm.block import PagedCrossBlock, checkpoint_weights, load_weight
+from comb_serving.vllm.block import GATE_UP, PagedCrossBlock, checkpoint_weights, load_weight
 from comb_serving.vllm.checkpoint import ATTRIBUTE, encoder_config
 from comb_serving.vllm.decoder_pool import capability_of
 from comb_serving.vllm.rows import RequestDocuments
@@ -26,6 +29,8 @@ else:
 
 BACKBONE = "comb_backbone."  # in front of names from the backbone's folder
 BLOCKS, ENCODER = "cross_blocks.", "encoder."
+MATRIX = re.compile(rf"layers\.(\d+)\.(?:{'|'.join(MLP_NAMES)})\.(gate_up_proj|gate_proj|up_proj|down_proj)\.weight$")
+"""Of a decoder layer's MLP, beside which a cross block's may have LoRA."""
 
 
 class CombMixin(ModelClass):
@@ -56,37 +61,54 @@ class CombMixin(ModelClass):
             ValueError: if the checkpoint lacks a weight of the cross blocks, one is not finite, or the backbone's
                 embedding isn't the one that the adapter was trained on.
         """
-        fingerprint = getattr(self._comb_vllm_config.model_config.hf_config, ATTRIBUTE)["fingerprint"]
+        model_config = self._comb_vllm_config.model_config
+        adapter = getattr(model_config.hf_config, ATTRIBUTE)
+        place, fingerprint = self.secondary_weights[-1].model_or_path, adapter["fingerprint"]
         missing = {  # what the cross blocks still wait for: name in the checkpoint -> parameter, part of it
             start + name: (weight, part)
             for start, block in self.comb_blocks.items()
             for name, weight, part in checkpoint_weights(block)
         }
         ours = {id(weight) for weight, _ in missing.values()}
+        lora: dict[str, Tensor] = {}  # stands beside what the backbone's weights bring, which come afterwards
         same: list[bool] = []  # of weights with the embedding's shape, as names differ: whether it is the adapter's
+        factor = getattr(model_config.hf_text_config, "residual_multiplier", None) or 1
+
+        def take(name: str, tensor: Tensor) -> None:
+            if not bool(torch.isfinite(tensor).all()):
+                raise ValueError(f"adapter weight {name} holds NaN or infinity: the checkpoint is damaged")
+            if name not in missing:
+                raise ValueError(f"{place} has two matrices that {name} could have LoRA beside: serve it merged")
+            weight, part = missing.pop(name)
+            load_weight(weight, tensor, part)
 
         def of_backbone() -> Iterator[tuple[str, Tensor]]:
             for name, tensor in weights:
                 if name in missing:
-                    if not bool(torch.isfinite(tensor).all()):
-                        raise ValueError(f"adapter weight {name} holds NaN or infinity: the checkpoint is damaged")
-                    weight, part = missing.pop(name)
-                    load_weight(weight, tensor, part)
-                    continue
-                if not name.startswith((BACKBONE, ENCODER)):
+                    take(name, tensor)
+                elif f"{name.partition('.lora_')[0]}.weight" in missing:
+                    lora[name] = tensor
+                elif name.startswith(BACKBONE):
+                    if fingerprint is not None and list(tensor.shape) == fingerprint["embedding_shape"]:
+                        same.append(same_embedding(tensor, fingerprint))
+                    for path, base in copied_matrices(name, tensor, adapter["layers"]):
+                        down, up = (lora.get(f"{path}.lora_{which}.weight") for which in "AB")
+                        if down is None or up is None or base.shape != (len(up), down.shape[1]):
+                            continue
+                        if factor != 1 and path.endswith("down_proj"):
+                            base = base.float() * factor
+                        base = base.to(model_config.dtype)
+                        take(f"{path}.weight", merge(path, base, down, up, adapter["lora_rank"]))
+                    yield name.removeprefix(BACKBONE), tensor
+                elif not name.startswith(ENCODER):
                     raise ValueError(f"the checkpoint has a weight {name!r} that belongs to no part of this adapter")
-                if name.startswith(ENCODER):
-                    continue
-                if fingerprint is not None and list(tensor.shape) == fingerprint["embedding_shape"]:
-                    same.append(same_embedding(tensor, fingerprint))
-                yield name.removeprefix(BACKBONE), tensor
 
         names = set(super().load_weights(of_backbone()))
         if missing:
-            such = list(missing)[:3]
-            raise ValueError(f"the checkpoint lacks {len(missing)} weights of its cross blocks, such as {such}")
+            beside = f", beside which there is LoRA, and which {place} hasn't got as such" if lora else ""
+            such = f"weights of its cross blocks, such as {list(missing)[:3]}{beside}"
+            raise ValueError(f"the checkpoint lacks {len(missing)} {such}")
         if same and not any(same):
-            place = self.secondary_weights[-1].model_or_path
             raise ValueError(f"the embedding in {place} differs from the one that this adapter was trained on")
         return names | {name for name, weight in self.named_parameters() if id(weight) in ours}
 
@@ -101,6 +123,19 @@ class CombMixin(ModelClass):
             return with_documents(own())
         plain: Any = types.SimpleNamespace(modules=self.modules)  # the model without this method
         return with_documents(resolve_model_state_cls(self._comb_vllm_config, plain))
+
+
+def copied_matrices(name: str, tensor: Tensor, layers: Sequence[int]) -> Iterator[tuple[str, Tensor]]:
+    """Of a weight of the backbone's, the matrices that those of cross blocks in front of `layers` are copies of, by the
+    names of these without ``.weight`` (`comb.model.lora.copied`)."""
+    found = MATRIX.search(name)
+    if found is None or int(found[1]) not in layers:
+        return
+    start = f"{BLOCKS}{layers.index(int(found[1]))}.mlp."
+    if found[2] == "gate_up_proj":
+        yield from zip((start + part for part in GATE_UP), tensor.chunk(2), strict=True)
+    else:
+        yield start + found[2], tensor
 
 
 def decoder_layers(model: nn.Module, count: int) -> nn.ModuleList:

@@ -246,7 +246,8 @@ class TrainConfig:
     kl_top_k: AtLeastOne = 64
     """Likeliest tokens of the backbone that the divergence tells apart; all others count as one."""
     lora_rank: AtLeastOne | None = None
-    """LoRA of this rank on the encoder's layers instead of training them in full; what is published is merged."""
+    """LoRA of this rank beside the encoder's layers and the blocks' MLPs instead of training those in full: they stay
+    the backbone's, and the adapter doesn't hold them."""
     weight_decay: NotNegative = 0.01
     """AdamW's, on matrices only (not on norms, biases and gates)."""
     max_grad_norm: NotNegative = 1.0

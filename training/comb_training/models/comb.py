@@ -8,16 +8,13 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-import torch
-from torch import Tensor, nn
-from torch.nn.functional import linear
-
-from comb.backbones.loading import load_config
+from comb.backbones.loading import load_config, resolve_name
 from comb.backbones.rotary import prompt_limit
 from comb.evaluation.placement import fit_blocks, measure_placement, short_prompts
-from comb.model.adapter import floating
 from comb.model.config import CombConfig
+from comb.model.lora import add_lora
 from comb.model.modeling import CombForCausalLM
+from comb.model.weights import read_weights
 from comb_training.config import Config
 from comb_training.data.batches import TrainingExample
 from comb_training.models.method import (
@@ -45,6 +42,13 @@ class CombTraining(TrainingMethod):
         """A fresh encoder on the configured backbone, or the adapter of `model.init_from`, on the configured device."""
         if config.model.init_from is None:
             return self._fresh(config, config.model.backbone, config.model.first_cross_layers)
+        rank, its = config.train.lora_rank, load_config(config.model.init_from, CombConfig).lora_rank
+        if rank is not None and rank != its:
+            what = "was trained in full" if its is None else f"has LoRA of rank {its}"
+            raise ValueError(
+                f"train.lora_rank={rank} can't change the adapter of model.init_from, which {what}: "
+                f"{'leave it out' if its is None else f'give {its}'}, or train all of it (train.lora_rank=null)"
+            )
         model = self.continued(config)
         own = model.config
         for name, has in (
@@ -55,7 +59,11 @@ class CombTraining(TrainingMethod):
             wanted = list(wanted) if isinstance(wanted, tuple) else wanted
             if wanted not in (None, has):
                 raise ValueError(f"model.{name}={wanted} can't change the adapter of model.init_from, which has {has}")
-        return _placed(model, config)
+        model = _placed(model, config)
+        if rank is not None:  # loaded, it is merged
+            weights = read_weights(resolve_name(config.model.init_from))
+            model.load_state_dict({name: each for name, each in weights.items() if ".lora_" in name}, strict=False)
+        return model
 
     def _fresh(self, config: Config, backbone: Any, layers: Sequence[int] | None) -> CombForCausalLM:
         options = trained_options(config)
@@ -127,55 +135,7 @@ class CombTraining(TrainingMethod):
 
 def _placed(model: CombForCausalLM, config: Config) -> CombForCausalLM:
     """With LoRA, if configured, and on the configured device."""
-    if config.train.lora_rank is not None:
-        add_lora(model, rank=config.train.lora_rank)
+    if (rank := config.train.lora_rank) is not None:
+        add_lora(model, rank=rank)
     placed: CombForCausalLM = model.to(device_of(config))
     return placed
-
-
-def add_lora(model: CombForCausalLM, *, rank: int) -> None:
-    """Puts LoRA beside every linear map of the encoder's layers, scaled by 16 / rank, and freezes all else in them.
-
-    In COMB these are copies of the backbone's layers, and so they are kept in its dtype, as it is: of an 8B model in
-    bfloat16 they are half of what is frozen. What it has no counterpart of trains in full. What is published holds the
-    merged weights, so that loading and serving know nothing of it.
-    Source: Hu et al. 2021 (LoRA); the layers are peft's. Raises ValueError if peft is not installed.
-    """
-    try:
-        from peft import LoraConfig, inject_adapter_in_model
-    except ImportError as error:
-        raise ValueError("train.lora_rank: peft is not installed (pip install 'comb-pic[train]')") from error
-    layers = model.encoder.layers
-    names = sorted({path for path, module in layers.named_modules() if isinstance(module, nn.Linear)})
-    inject_adapter_in_model(LoraConfig(r=rank, lora_alpha=16, target_modules=names, bias="none"), layers)
-    for layer in lora_layers(layers).values():
-        layer.base_layer = FrozenLinear(layer.base_layer, floating(model.backbone.dtype))
-
-
-class FrozenLinear(nn.Linear):
-    """A linear map that is kept in fewer bits than its input has, and is widened where no autocast narrows that."""
-
-    def __init__(self, trained: nn.Linear, dtype: torch.dtype) -> None:
-        super().__init__(trained.in_features, trained.out_features, trained.bias is not None, device="meta")
-        self.weight, self.bias = trained.weight, trained.bias
-        self.to(dtype).requires_grad_(False)
-
-    def forward(self, input: Tensor) -> Tensor:
-        if torch.is_autocast_enabled(input.device.type):
-            return super().forward(input)
-        bias = None if self.bias is None else self.bias.to(input.dtype)
-        return linear(input, self.weight.to(input.dtype), bias)
-
-
-def lora_layers(model: Any) -> dict[str, Any]:
-    """The layers with LoRA beside them, by path; empty where there is none."""
-    return {path: module for path, module in model.named_modules() if hasattr(module, "lora_A")}
-
-
-@torch.no_grad()
-def unload(model: Any) -> None:
-    """Merges LoRA into the layers of `model` itself and takes it away."""
-    for path, layer in lora_layers(model).items():
-        layer.merge()
-        parent, _, name = path.rpartition(".")
-        setattr(model.get_submodule(parent), name, layer.get_base_layer())

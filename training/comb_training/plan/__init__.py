@@ -195,7 +195,7 @@ def blocks(plan: Plan) -> Iterator[FittedTable | str]:
         encoder = f", {served.encoder / 2**power:.2f} in each encoder process" if served.encoder else ""
         yield (
             f"Served: {served.decoder / 2**power:.2f} {unit} of weights in vLLM{encoder}; a document's token takes "
-            f"{served.document_token:,} bytes of the pool.\n"
+            f"{served.document_token:,} bytes of the pool. The adapter's file: {served.file / 2**power:.2f} {unit}.\n"
         )
     if plan.statistics is not None:
         steps = "until the clock ends" if plan.steps == UNLIMITED_STEPS else str(plan.steps)

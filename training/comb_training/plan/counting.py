@@ -16,10 +16,10 @@ from comb.backbones.rotary import front_limit
 from comb.backbones.tokenizer import front_ids, load_tokenizer
 from comb.linktokens.front import LinkTokensConfig, key_values
 from comb.linktokens.modeling import LinkTokensForCausalLM
+from comb.model.lora import add_lora
 from comb.model.modeling import CombForCausalLM
 from comb_training.config import Config
 from comb_training.models import training_method
-from comb_training.models.comb import add_lora
 from comb_training.models.method import check_backbone, dtype_of, shaping_options
 
 Trained = CombForCausalLM | LinkTokensForCausalLM
@@ -53,9 +53,10 @@ class Parameters:
                 parts["front and sink"] = nn.ParameterList([model.encoder.front, model.encoder.sink])
         else:
             parts["link tokens"] = model.front
-        counts, size = {}, {True: 0, False: 0}
-        for name, part in parts.items():
-            of_part = list(part.parameters())
+        counts, size, seen = {}, {True: 0, False: 0}, set[int]()
+        for name, part in parts.items():  # what LoRA stands beside may be the backbone's own
+            of_part = [parameter for parameter in part.parameters() if id(parameter) not in seen]
+            seen |= set(map(id, of_part))
             counts[name] = (sum(p.numel() for p in of_part), sum(p.numel() for p in of_part if p.requires_grad))
             for parameter in of_part:
                 size[parameter.requires_grad] += parameter.nbytes

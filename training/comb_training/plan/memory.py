@@ -119,8 +119,10 @@ def memory_of(
 
 @dataclass(frozen=True)
 class ServedMemory:
-    """Bytes of weights in `comb serve`, without vLLM's own, and of a document's token in the pool."""
+    """Bytes of the adapter's file, of weights in `comb serve`, without vLLM's own, and of a document's token in the
+    pool."""
 
+    file: int
     decoder: int  # backbone and cross blocks, in vLLM
     encoder: int  # encoder, K/V heads and the embedding, in each encoder process; 0 where there is none
     document_token: int
@@ -136,9 +138,10 @@ def served_memory(model: Trained) -> ServedMemory:
 
     if isinstance(model, LinkTokensForCausalLM):
         front = size(model.front)
-        return ServedMemory(size(model.backbone) + front, 0, front // model.num_link_tokens)
+        return ServedMemory(front, size(model.backbone) + front, 0, front // model.num_link_tokens)
     heads: Any = model.config.encoder_config
     return ServedMemory(
+        file=item * sum(parameter.numel() for parameter in model.parameters() if parameter.requires_grad),
         decoder=size(model.backbone, model.cross_blocks),
         encoder=size(model.encoder, model.get_input_embeddings()),
         document_token=2 * model.num_cross_layers * heads.num_key_value_heads * heads.head_dim * item,

@@ -22,8 +22,6 @@ from accelerate.utils import DistributedDataParallelKwargs, InitProcessGroupKwar
 from torch import Tensor
 
 from comb_training.config import TrainConfig
-from comb_training.models.comb import lora_layers
-from comb_training.trainer import distributed
 from comb_training.trainer.checkpoints import reading
 
 
@@ -127,35 +125,6 @@ def trained_weights(model: Any, *, sharded: bool) -> dict[str, Tensor]:
     masters = {name: safe_get_full_fp32_param(parameter) for name, parameter in trained.items()}
     # there is none before an engine has taken the model
     return {name: (trained[name].detach() if master is None else master).cpu() for name, master in masters.items()}
-
-
-def published_weights(model: Any, *, sharded: bool) -> dict[str, Tensor]:
-    """The trained parameters, and with LoRA the rest of the encoder, in float32, that it is merged into. Collective.
-
-    With LoRA, other ranks than the first get the trained parameters only.
-    """
-    weights, layers = trained_weights(model, sharded=sharded), lora_layers(model)
-    if not layers:
-        return weights
-    found = {name: weight for name, weight in weights.items() if ".lora_" not in name}
-    for name, parameter in model.encoder.named_parameters(prefix="encoder"):
-        if parameter.requires_grad:
-            continue
-        whole: AbstractContextManager[Any] = nullcontext()
-        if hasattr(parameter, "ds_id"):  # ZeRO-3 keeps it in parts
-            from deepspeed.runtime.zero.partition_parameters import GatheredParameters
-
-            whole = GatheredParameters([parameter])
-        with whole:
-            if distributed.is_main():
-                found[name.replace(".base_layer.", ".")] = parameter.detach().cpu().clone()
-    if not distributed.is_main():
-        return weights
-    for path, layer in layers.items():
-        for adapter, scaling in layer.scaling.items():
-            down, up = (weights[f"{path}.{part}.{adapter}.weight"].float() for part in ("lora_A", "lora_B"))
-            found[f"{path}.weight"] = found[f"{path}.weight"].float() + scaling * (up @ down)
-    return found
 
 
 def settle_engine(engine: Any, model: Any) -> None:

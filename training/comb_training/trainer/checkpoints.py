@@ -30,8 +30,6 @@ AUTO = "auto"
 """``--resume`` with the newest checkpoint of the run's folder."""
 PARTIAL = "partial"
 """Subfolder in which a checkpoint is written before it gets its name; a leftover of a killed run is removed."""
-TRAINED = "trained.safetensors"
-"""File of what is trained where the adapter beside it holds other weights, what LoRA is merged into."""
 RANDOM_STATE = "rng_state_{}.pth"
 """File of a rank's random state."""
 MAY_CHANGE = (
@@ -147,8 +145,8 @@ def reading(folder: Path, file: str = "") -> Iterator[None]:
 
 def check_names(model: nn.Module, folder: str | Path) -> None:
     """Raises ValueError if a checkpoint holds other parameters than `model` trains."""
-    folder, name = Path(folder), _trained_file(folder)
-    with reading(folder, name), safe_open(folder / name, framework="pt") as file:
+    path = Path(folder) / SAFE_WEIGHTS_NAME
+    with reading(path.parent, path.name), safe_open(path, framework="pt") as file:
         saved = set(file.keys())
     trained = {name for name, parameter in model.named_parameters() if parameter.requires_grad}
     missing, surplus = sorted(trained - saved), sorted(saved - set(model.state_dict()))
@@ -163,13 +161,9 @@ def load_trainable(model: nn.Module, folder: str | Path) -> None:
     """Loads a checkpoint's trained parameters into `model`; the frozen ones are already there. Raises ValueError if the
     checkpoint holds other parameters than the model trains."""
     check_names(model, folder)
-    folder, name = Path(folder), _trained_file(folder)
-    with reading(folder, name):
-        model.load_state_dict(load_file(folder / name), strict=False)
-
-
-def _trained_file(folder: str | Path) -> str:
-    return TRAINED if (Path(folder) / TRAINED).is_file() else SAFE_WEIGHTS_NAME
+    path = Path(folder) / SAFE_WEIGHTS_NAME
+    with reading(path.parent, path.name):
+        model.load_state_dict(load_file(path), strict=False)
 
 
 def check_finite(weights: Mapping[str, Tensor]) -> None:

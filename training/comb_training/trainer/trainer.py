@@ -17,7 +17,6 @@ from typing import Any
 
 import torch
 from accelerate.utils import send_to_device
-from safetensors.torch import save_file
 from torch import Tensor, nn
 from transformers import set_seed
 from transformers.trainer import OPTIMIZER_NAME, TRAINER_STATE_NAME
@@ -26,19 +25,16 @@ from comb.model.adapter import floating
 from comb_training.config import TrainConfig
 from comb_training.data.batches import IGNORED, TrainingExample
 from comb_training.models import training_method
-from comb_training.models.comb import lora_layers
 from comb_training.trainer import distributed
 from comb_training.trainer.accelerator import (
     load_engine,
     make_accelerator,
-    published_weights,
     settle_engine,
     trained_weights,
 )
 from comb_training.trainer.checkpoints import (
     MAY_CHANGE,
     RANDOM_STATE,
-    TRAINED,
     check_finite,
     check_names,
     load_trainable,
@@ -309,14 +305,9 @@ class CombTrainer:
             torch.save({"cpu": torch.get_rng_state(), "cuda": cuda}, path / RANDOM_STATE.format(distributed.rank()))
             if self.sharded:
                 self._wrapped.save_checkpoint(str(path), exclude_frozen_parameters=True)
-            # merged, LoRA is an adapter, and nothing to go on from; behind DeepSpeed, which has let go of its parts
-            lora = bool(lora_layers(self.model))
-            weights = self._published() if lora else trained
             if distributed.is_main():
                 # an adapter folder, which can be asked like the one of a finished run
-                self.model.save_pretrained(path, tokenizer=self.tokenizer, state_dict=weights)
-                if lora:
-                    save_file(trained, path / TRAINED)
+                self.model.save_pretrained(path, tokenizer=self.tokenizer, state_dict=trained)
                 if not self.sharded:
                     torch.save(self.optimizer.state_dict(), path / OPTIMIZER_NAME)
                 state = {"global_step": self.step, "seconds": self.schedule.used, "log_history": self.log.history}
@@ -347,16 +338,13 @@ class CombTrainer:
             )
 
     def save_model(self, folder: str | Path) -> None:
-        """Writes what is published: the trained weights in the backbone's dtype, LoRA merged. Collective.
+        """Writes what is published: the trained weights in the backbone's dtype. Collective.
 
         In that dtype they are loaded and served, and documents then take no more bytes than the backbone's own. Raises
         TrainingDivergedError if one of them is NaN or infinite.
         """
-        weights = self._published()
+        dtype = floating(self.model.backbone.dtype)
+        weights = {name: each.to(dtype) for name, each in trained_weights(self.model, sharded=self.sharded).items()}
         check_finite(weights)
         if distributed.is_main():
             self.model.save_pretrained(folder, tokenizer=self.tokenizer, state_dict=weights)
-
-    def _published(self) -> dict[str, Tensor]:
-        dtype = floating(self.model.backbone.dtype)
-        return {name: tensor.to(dtype) for name, tensor in published_weights(self.model, sharded=self.sharded).items()}
