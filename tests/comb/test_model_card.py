@@ -134,7 +134,7 @@ def test_own_rows_are_called_by_their_file_and_plots_are_shown(adapter: Path) ->
     assert "/home" not in str(card)
     assert "`mine.jsonl` not known here" in card.text
     assert "96.0% (95.0 to 97.0) of the KL without documents, on 40 held-out questions" in card.text
-    assert "untrained 90.0% (88.0 to 92.0) |" in card.text
+    assert "at the start 90.0% (88.0 to 92.0) |" in card.text
     for name in ("loss.png", "results.png"):
         (adapter / name).touch()
     refresh_card(adapter)

@@ -84,7 +84,7 @@ def test_ctrl_c_once_saves_scores_and_says_how_to_go_on(
     assert "Ctrl-C again ends at once" in capfd.readouterr().err
     again = re.escape(f"comb train {tmp_path}/recipe.yaml train.batch_size=5 --resume auto")
     assert re.search(f"stopped by SIGINT after step 2.*checkpoint-2.*to go on:\n{again}\n", stopped.output)
-    assert re.search(r"closed: -?\d+\.\d% \(.*\), untrained: -?\d+\.\d% \(", stopped.output)
+    assert re.search(r"closed: -?\d+\.\d% \(.*\), at the start: -?\d+\.\d% \(", stopped.output)
     assert scored(out) == [0, 2]
     assert all((out / "checkpoint-2" / name).exists() for name in ("training.json", "loss.png", "model.safetensors"))
     assert not (out / "model.safetensors").exists()  # that would look like a finished run

@@ -40,6 +40,7 @@ def evaluate(
 
     settings = trained_config(checkpoint)
     given: list[str] = []
+    same = True
     named: str | list[Any] | None = dataset
     for item in overrides or []:
         key, _, value = item.partition("=")
@@ -85,7 +86,8 @@ def evaluate(
     arguments = settings.data.chat_template_kwargs
     tokenizer = load_tokenizer(checkpoint, model, chat_template_kwargs=arguments)
     show_evaluation(model, tokenizer, settings, out, split=split)
-    show_heldout((read_training(checkpoint) or {}).get("heldout") or {})
+    if same:
+        show_heldout((read_training(checkpoint) or {}).get("heldout") or {})
 
 
 def _asked_about(settings: Config, named: str | Sequence[Any], path: str | None) -> tuple[Config, bool]:
@@ -166,6 +168,6 @@ def show_heldout(measured: dict[str, Any]) -> None:
     )
     console.print(
         f"KL to full recompute {where}: {start['kl']:.4f} -> {end['kl']:.4f} nats per token, without documents "
-        f"{end['kl_none']:.4f}; closed: {after}, untrained: {before} (at the data's answers)",
+        f"{end['kl_none']:.4f}; closed: {after}, at the start: {before} (at the data's answers)",
         soft_wrap=True,
     )
