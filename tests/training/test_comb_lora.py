@@ -122,10 +122,10 @@ def test_files_that_do_not_fit_are_refused(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("bf16", [False, True])
 def test_a_run_with_it_goes_on_and_is_published(bf16: bool, tmp_path: Path) -> None:
-    def fresh() -> CombForCausalLM:
+    def fresh(rank: int = 2) -> CombForCausalLM:
         model = comb_model(gate=0.5, on=backbone().to(torch.bfloat16))
         model._place(torch.float32)
-        add_lora(model, rank=2)
+        add_lora(model, rank=rank)
         return model
 
     settings = {"steps": 10, "batch_size": 6, "learning_rate": 1e-2, "save_steps": 5, "bf16": bf16}
@@ -149,6 +149,8 @@ def test_a_run_with_it_goes_on_and_is_published(bf16: bool, tmp_path: Path) -> N
     assert resumed.losses == run.losses
     found = trained_weights(resumed.model, sharded=False)
     assert all(torch.equal(found[name], weight) for name, weight in weights.items())
+    with pytest.raises(ValueError, match=r"checkpoint-5 doesn't fit .*of another shape \['cross_blocks.0.mlp.*lora_A"):
+        trainer(fresh(rank=3), tmp_path, **settings).train(tmp_path / "checkpoint-5")
 
 
 def test_another_run_goes_on_from_it(tmp_path: Path) -> None:

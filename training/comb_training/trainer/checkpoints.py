@@ -144,16 +144,21 @@ def reading(folder: Path, file: str = "") -> Iterator[None]:
 
 
 def check_names(model: nn.Module, folder: str | Path) -> None:
-    """Raises ValueError if a checkpoint holds other parameters than `model` trains."""
+    """Raises ValueError if a checkpoint holds other parameters than `model` trains, or of other shapes."""
     path = Path(folder) / SAFE_WEIGHTS_NAME
     with reading(path.parent, path.name), safe_open(path, framework="pt") as file:
-        saved = set(file.keys())
+        saved = {name: tuple(file.get_slice(name).get_shape()) for name in file.keys()}  # noqa: SIM118 - it is no mapping
     trained = {name for name, parameter in model.named_parameters() if parameter.requires_grad}
-    missing, surplus = sorted(trained - saved), sorted(saved - set(model.state_dict()))
-    if missing or surplus:
+    own = model.state_dict(keep_vars=True)
+    missing, surplus = sorted(trained - saved.keys()), sorted(saved.keys() - own.keys())
+    # of what ZeRO-3 keeps in parts, the whole's
+    shapes = {name: tuple(getattr(own[name], "ds_shape", own[name].shape)) for name in trained & saved.keys()}
+    other = sorted(name for name, shape in shapes.items() if saved[name] != shape)
+    if missing or surplus or other:
         raise ValueError(
             f"{folder} doesn't fit this model: missing {missing[:3] or 'nothing'}, not known "
-            f"{surplus[:3] or 'nothing'}; resume with the configuration the checkpoint was made with"
+            f"{surplus[:3] or 'nothing'}, of another shape {other[:3] or 'nothing'}; resume with the configuration the "
+            "checkpoint was made with"
         )
 
 
