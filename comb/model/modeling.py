@@ -368,11 +368,20 @@ class CombForCausalLM(AdapterModel, GenerationMixin):
 
         Takes everything that transformers' `generate` takes (sampling, beams, streamers, batches padded on the
         left with an attention mask). `prefix_tokens` is `forward`'s; not with a prompt that is taken in chunks.
+
+        Raises:
+            ValueError: for documents beside `guidance_scale`, whose pass without the prompt would read them, too.
         """
         given = (inputs, kwargs.get("input_ids"), kwargs.get("inputs_embeds"))
         check_rows(documents, *given)
         with self.linked(documents, _reading(prefix_tokens, kwargs.get("attention_mask"), *given)) as link:
             if link is not None:
+                settings = kwargs.get("generation_config") or self.generation_config
+                if kwargs.get("guidance_scale", getattr(settings, "guidance_scale", None)) not in (None, 1):
+                    raise ValueError(
+                        "guidance_scale: its pass without the prompt would read the documents all the same; leave it "
+                        "out, or put them into the prompt (method full)"
+                    )
                 criteria = kwargs.get("stopping_criteria") or ()
                 kwargs["stopping_criteria"] = StoppingCriteriaList([*criteria, _ReadAtEveryStep(link)])
             return self.backbone.generate(inputs, **kwargs)

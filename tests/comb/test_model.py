@@ -120,6 +120,9 @@ def test_sampling_and_streaming(model: CombForCausalLM, query: torch.Tensor) -> 
     out = model.generate(query[:1], documents=[[pic]], max_new_tokens=4, do_sample=True, streamer=streamer)
     assert torch.equal(torch.cat([call.args[0].flatten() for call in streamer.put.call_args_list]), out[0])
     streamer.end.assert_called_once()
+    with pytest.raises(ValueError, match="guidance_scale: its pass without the prompt"):
+        model.generate(query[:1], documents=[[pic]], max_new_tokens=4, guidance_scale=1.5)
+    model.generate(query[:1], max_new_tokens=4, guidance_scale=1.5)
 
 
 @torch.no_grad()
