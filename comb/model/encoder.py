@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from itertools import chain
 from types import SimpleNamespace
 from typing import Any, TypeVar
 
@@ -257,8 +258,8 @@ class CombEncoder(nn.Module):
 
     @property
     def dtype(self) -> torch.dtype:
-        """The dtype of the encoder's parameters."""
-        return next(self.parameters()).dtype
+        """The dtype of what the encoder computes: of its K/V heads, as LoRA may stand beside layers in another."""
+        return next(chain(self.key_value_heads.parameters(), self.parameters())).dtype
 
     def forward(self, embeddings: list[Tensor]) -> tuple[Tensor, Tensor]:
         """Keys and values of a batch of segments, padded or (flash attention) packed in one row.

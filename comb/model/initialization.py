@@ -11,10 +11,12 @@ import copy
 import logging
 import math
 from collections.abc import Iterable
+from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
+from accelerate.utils import align_module_device
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
@@ -57,6 +59,13 @@ class LayerParts:
 @torch.no_grad()
 def read_layer(layer: nn.Module, info: BackboneInfo, config: Any) -> LayerParts:
     """The parts of a decoder layer that have a counterpart in a Llama-style layer; those found, no more."""
+    with ExitStack() as stack:
+        for module in layer.modules():  # what accelerate keeps on the CPU or a disk is there while it is read
+            stack.enter_context(align_module_device(module))
+        return _read_layer(layer, info, config)
+
+
+def _read_layer(layer: nn.Module, info: BackboneInfo, config: Any) -> LayerParts:
     parts = LayerParts()
     attention, mlp = find_child(layer, ATTENTION_NAMES), find_child(layer, MLP_NAMES)
     if attention is not None and not info.latent_attention:
@@ -154,8 +163,13 @@ def _rms_weight(norm: nn.Module, size: int | None = None) -> Tensor | None:
     # a LayerNorm also subtracts the mean, so its two answers disagree
     if (first - second).abs().max() > 1e-3 * first.abs().max().clamp_min(1e-6):
         return None
-    weight: Tensor = (first + second) / 2
-    return weight.to(parameter.device)
+    weight: Tensor = ((first + second) / 2).to(parameter.device)
+    # measured, it is rounded as the machine rounds: of the usual conventions, what they are exactly
+    plain = parameter.detach()
+    exact: tuple[Tensor, ...] = (plain, (plain.double() + 1).float())
+    if plain.is_meta:
+        return plain
+    return next((each for each in exact if torch.allclose(each.float(), weight, rtol=1e-4, atol=1e-5)), weight)
 
 
 def _tensor(module: nn.Module, path: str) -> Tensor | None:
@@ -163,7 +177,12 @@ def _tensor(module: nn.Module, path: str) -> Tensor | None:
         value = module.get_parameter(path)
     except AttributeError:
         return None
-    return value.detach() if value.is_floating_point() else None
+    return value.detach() if is_plain(value) else None
+
+
+def is_plain(tensor: Tensor) -> bool:
+    """Whether a tensor holds weights as they are, not a quantiser's numbers (float8 has scales beside it)."""
+    return tensor.is_floating_point() and tensor.itemsize > 1
 
 
 def encoder_config_for(

@@ -44,12 +44,26 @@ class LoraLinear(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """[..., inputs] -> [..., outputs], in the input's dtype where no autocast narrows it."""
-        weight: Tensor = self.weight
-        bias: Tensor | None = self.bias
-        if not torch.is_autocast_enabled(x.device.type):
-            weight, bias = weight.to(x.dtype), None if bias is None else bias.to(x.dtype)
-        out: Tensor = linear(x, weight, bias) + self.scale * self.lora_B(self.lora_A(x))
+        if torch.is_autocast_enabled(x.device.type) or x.dtype == self.weight.dtype:
+            frozen = linear(x, self.weight, self.bias)
+        else:
+            frozen = _Widened.apply(x, self.weight, self.bias)  # type: ignore[no-untyped-call]
+        out: Tensor = frozen + self.scale * self.lora_B(self.lora_A(x))
         return out
+
+
+class _Widened(torch.autograd.Function):
+    """A frozen linear map in its input's dtype, that keeps its own narrower weights for the backward pass."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        ctx.save_for_backward(weight)
+        return linear(x, weight.to(x.dtype), None if bias is None else bias.to(x.dtype))
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
+        [weight] = ctx.saved_tensors
+        return gradient @ weight.to(gradient.dtype), None, None
 
 
 @torch.no_grad()

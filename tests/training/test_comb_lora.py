@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -58,6 +59,8 @@ def test_loaded_it_is_what_was_trained(family: str, initialization: str, tmp_pat
     check_headers(folder, model.config)
     loaded = CombForCausalLM.from_pretrained(folder, backbone=tiny(family))
     torch.testing.assert_close(answers(loaded), answers(model), rtol=1e-4, atol=1e-5)
+    norms = [p for n, p in loaded.encoder.layers.named_parameters() if n.endswith("norm.weight")]
+    assert all(bool((p == p.bfloat16()).all()) for p in norms)  # ones, exactly, whatever convention the backbone has
     assert loaded.config.lora_rank is None
     assert not any(isinstance(module, LoraLinear) for module in loaded.modules())
     # which is not what the copies say alone
@@ -91,6 +94,45 @@ def test_what_is_frozen_is_the_backbone_s_own(family: str) -> None:
     assert not fused.weight.requires_grad
 
 
+def remembered(kept: list[torch.Tensor], tensor: torch.Tensor) -> torch.Tensor:
+    kept.append(tensor)
+    return tensor
+
+
+@pytest.mark.parametrize("family", ["llama", "olmo2"])
+def test_frozen_matrices_are_widened_and_not_kept(family: str) -> None:
+    """In float32 beside a backbone in bfloat16: the gradients are those beside the same numbers in float32."""
+    gradients = {}
+    for dtype in (torch.bfloat16, torch.float32):
+        model = beside(tiny(family).to(torch.bfloat16).to(dtype))
+        torch.manual_seed(0)
+        kept: list[torch.Tensor] = []
+        keep = partial(remembered, kept)
+        with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+            [(keys, values)] = model._encode([(5, 6, 7, 8)])
+        (keys.sum() + values.pow(2).sum()).backward()  # type: ignore[no-untyped-call]
+        gradients[dtype] = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
+        wide = [tensor for tensor in kept if tensor.dtype == torch.float32 and tensor.shape == (64, 32)]
+        assert bool(wide) == (dtype == torch.float32)  # of the MLP's matrices
+    first, second = gradients.values()
+    assert first.keys() == second.keys()
+    assert any(".lora_A." in name for name in first)
+    for name, gradient in first.items():
+        torch.testing.assert_close(gradient, second[name], rtol=1e-4, atol=1e-6)
+
+
+def test_it_is_merged_beside_layers_that_are_on_a_disk(tmp_path: Path) -> None:
+    tiny("llama").save_pretrained(tmp_path / "backbone")
+    model = beside(tiny("llama"))
+    folder = written(model, tmp_path / "adapter")
+    places = {"model.embed_tokens": "cpu", "model.norm": "cpu", "lm_head": "cpu", "model.rotary_emb": "cpu"}
+    places |= {f"model.layers.{index}": "disk" if index == 1 else "cpu" for index in range(4)}
+    loaded = CombForCausalLM.from_pretrained(
+        folder, backbone=tmp_path / "backbone", device_map=places, offload_folder=tmp_path / "offloaded"
+    )
+    torch.testing.assert_close(answers(loaded), answers(model), rtol=1e-4, atol=1e-5)
+
+
 @pytest.mark.parametrize(("family", "options"), [("llama", {"initialization": "random"}), ("mixtral", {})])
 def test_it_stands_beside_copies_alone(family: str, options: dict[str, Any]) -> None:
     with pytest.raises(ValueError, match=r"train.lora_rank: encoder.layers.0.* is no copy of a matrix"):
@@ -114,10 +156,11 @@ def test_files_that_do_not_fit_are_refused(tmp_path: Path) -> None:
     refused(r"lacks \d+ weights", held, lora_rank=None)
     refused("of rank 8 they are", held, lora_rank=8)
     refused("copied_layers must name a layer", held, copied_layers=None)
-    quantised = tiny("llama")
-    for layer in quantised.model.layers:
-        layer.mlp.up_proj.weight = torch.nn.Parameter(layer.mlp.up_proj.weight.to(torch.int8), requires_grad=False)
-    refused(r"beside .*up_proj of the backbone's own layers", held, quantised)
+    for numbers in (torch.int8, torch.float8_e4m3fn):  # as a quantiser leaves them, with scales elsewhere
+        quantised = tiny("llama")
+        for layer in quantised.model.layers:
+            layer.mlp.up_proj.weight = torch.nn.Parameter(layer.mlp.up_proj.weight.to(numbers), requires_grad=False)
+        refused(r"beside .*up_proj of the backbone's own layers", held, quantised)
 
 
 @pytest.mark.parametrize("bf16", [False, True])
@@ -156,9 +199,10 @@ def test_a_run_with_it_goes_on_and_is_published(bf16: bool, tmp_path: Path) -> N
 def test_another_run_goes_on_from_it(tmp_path: Path) -> None:
     (tmp_path / "data.jsonl").write_text("")
 
-    def loaded(**changes: Any) -> Any:
+    def loaded(subfolder: str = "", **changes: Any) -> Any:
         run = nano_run(tmp_path, {"dataset": "jsonl", "path": str(tmp_path / "data.jsonl")}, **changes)
         run["model"] |= {} if changes.get("lora_rank") == 4 and not first else {"init_from": str(first)}
+        run["model"] |= {"options": {"subfolder": subfolder}} if subfolder else {}
         (tmp_path / "run.json").write_text(json.dumps(run))
         config = load_config(tmp_path / "run.json")
         return training_method("comb").load(config)
@@ -178,6 +222,14 @@ def test_another_run_goes_on_from_it(tmp_path: Path) -> None:
     torch.testing.assert_close(answers(whole.eval()), answers(model.eval()), rtol=1e-4, atol=1e-4)
     with pytest.raises(ValueError, match="which has LoRA of rank 4: give 4, or train all of it"):
         loaded(lora_rank=8)
+    # of the place that its options name
+    with torch.no_grad():
+        for name, parameter in again.named_parameters():
+            if ".lora_" in name:
+                parameter.fill_(0.2)
+    written(again, first / "checkpoint-7")
+    later = trained_weights(loaded(lora_rank=4, subfolder="checkpoint-7"), sharded=False)
+    assert all(torch.equal(later[name], weight) for name, weight in trained_weights(again, sharded=False).items())
     whole.save_pretrained(tmp_path / "whole")
     first = tmp_path / "whole"
     with pytest.raises(ValueError, match="which was trained in full: leave it out"):

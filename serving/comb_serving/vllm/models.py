@@ -15,6 +15,7 @@ from vllm.model_executor.models import ModelRegistry
 
 from comb.backbones.adapter import same_embedding
 from comb.backbones.discovery import MLP_NAMES
+from comb.model.initialization import is_plain
 from comb.model.lora import merge
 from comb_serving.vllm import PREFIX
 from comb_serving.vllm.block import GATE_UP, PagedCrossBlock, checkpoint_weights, load_weight
@@ -93,7 +94,7 @@ class CombMixin(ModelClass):
                         same.append(same_embedding(tensor, fingerprint))
                     for path, base in copied_matrices(name, tensor, adapter["layers"]):
                         down, up = (lora.get(f"{path}.lora_{which}.weight") for which in "AB")
-                        if down is None or up is None or base.shape != (len(up), down.shape[1]):
+                        if down is None or up is None or base.shape != (len(up), down.shape[1]) or not is_plain(base):
                             continue
                         if factor != 1 and path.endswith("down_proj"):
                             base = base.float() * factor

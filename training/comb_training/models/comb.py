@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from comb.backbones.loading import load_config, resolve_name
+from comb.backbones.loading import HUB_ARGUMENTS, load_config, resolve_name
 from comb.backbones.rotary import prompt_limit
 from comb.evaluation.placement import fit_blocks, measure_placement, short_prompts
 from comb.model.config import CombConfig
@@ -42,13 +42,8 @@ class CombTraining(TrainingMethod):
         """A fresh encoder on the configured backbone, or the adapter of `model.init_from`, on the configured device."""
         if config.model.init_from is None:
             return self._fresh(config, config.model.backbone, config.model.first_cross_layers)
-        rank, its = config.train.lora_rank, load_config(config.model.init_from, CombConfig).lora_rank
-        if rank is not None and rank != its:
-            what = "was trained in full" if its is None else f"has LoRA of rank {its}"
-            raise ValueError(
-                f"train.lora_rank={rank} can't change the adapter of model.init_from, which {what}: "
-                f"{'leave it out' if its is None else f'give {its}'}, or train all of it (train.lora_rank=null)"
-            )
+        rank, place = config.train.lora_rank, adapter_place(config)
+        check_rank(rank, load_config(config.model.init_from, CombConfig, **place))
         model = self.continued(config)
         own = model.config
         for name, has in (
@@ -61,7 +56,7 @@ class CombTraining(TrainingMethod):
                 raise ValueError(f"model.{name}={wanted} can't change the adapter of model.init_from, which has {has}")
         model = _placed(model, config)
         if rank is not None:  # loaded, it is merged
-            weights = read_weights(resolve_name(config.model.init_from))
+            weights = read_weights(resolve_name(config.model.init_from), **place)
             model.load_state_dict({name: each for name, each in weights.items() if ".lora_" in name}, strict=False)
         return model
 
@@ -131,6 +126,24 @@ class CombTraining(TrainingMethod):
 
     def bare(self, inputs: Mapping[str, Any]) -> dict[str, Any]:
         return {**inputs, "documents": None}
+
+
+def adapter_place(config: Config) -> dict[str, Any]:
+    """Of `model.options`, those that say where the adapter of `model.init_from` is."""
+    wanted = ("revision", "subfolder", *HUB_ARGUMENTS)
+    return {name: value for name, value in config.model.options.items() if name in wanted}
+
+
+def check_rank(rank: int | None, adapter: CombConfig) -> None:
+    """Raises ValueError if `train.lora_rank` isn't that of the adapter of `model.init_from`, which would go on."""
+    its = adapter.lora_rank
+    if rank in (None, its):
+        return
+    what = "was trained in full" if its is None else f"has LoRA of rank {its}"
+    raise ValueError(
+        f"train.lora_rank={rank} can't change the adapter of model.init_from, which {what}: "
+        f"{'leave it out' if its is None else f'give {its}'}, or train all of it (train.lora_rank=null)"
+    )
 
 
 def _placed(model: CombForCausalLM, config: Config) -> CombForCausalLM:

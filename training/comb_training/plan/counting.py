@@ -16,10 +16,12 @@ from comb.backbones.rotary import front_limit
 from comb.backbones.tokenizer import front_ids, load_tokenizer
 from comb.linktokens.front import LinkTokensConfig, key_values
 from comb.linktokens.modeling import LinkTokensForCausalLM
+from comb.model.config import CombConfig
 from comb.model.lora import add_lora
 from comb.model.modeling import CombForCausalLM
 from comb_training.config import Config
 from comb_training.models import training_method
+from comb_training.models.comb import adapter_place, check_rank
 from comb_training.models.method import check_backbone, dtype_of, shaping_options
 
 Trained = CombForCausalLM | LinkTokensForCausalLM
@@ -94,7 +96,9 @@ def meta_model(config: Config) -> tuple[Trained, str | None]:
     adapter: Any = training_method(config.train.method).adapter
     settings, note = None, None
     if config.model.init_from is not None:
-        settings = load_config(config.model.init_from, adapter.config_class)
+        settings = load_config(config.model.init_from, adapter.config_class, **adapter_place(config))
+        if isinstance(settings, CombConfig):
+            check_rank(config.train.lora_rank, settings)
         check_backbone(config, backbone_of_adapter(settings, resolve_name(config.model.init_from)))
         backbone_config: Any = settings.backbone_config
     else:
