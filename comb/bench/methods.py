@@ -176,11 +176,11 @@ def question_sets(options: MethodsOptions, report: BenchmarkReport) -> Iterator[
         longest = options.max_new_tokens or 48
         datasets = (options.data or options.dataset).split(",")
         stems = [Path(dataset).stem for dataset in datasets]  # journals' names are made of these
-        for dataset, stem in zip(datasets, stems, strict=True):
+        for place, (dataset, stem) in enumerate(zip(datasets, stems, strict=True), 1):
             setting, examples = replace(chosen, dataset=dataset).load_questions(report, longest)
             rules = AnswerRules(longest, setting.builder.stop)
             source = {name: getattr(options, name) for name in ("path", "split", "num_documents")}
-            name = stem if stems.count(stem) == 1 else dataset.strip("./").replace("/", "-")
+            name = stem if stems.count(stem) == 1 else f"{place}-{dataset.strip('./').replace('/', '-')}"
             facts = {"data": report.facts.pop("data")}
             yield QuestionSet(name, setting, examples, rules, {"dataset": dataset, **source}, facts)
         return

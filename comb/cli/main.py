@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import errno
 import gc
+import io
 import logging
+import os
 import sys
 from collections import Counter
 from collections.abc import Sequence
+from contextlib import ExitStack
 from functools import cache
 from importlib import metadata
 from pathlib import Path
@@ -251,7 +254,8 @@ def ask(
     if encoder not in ("on", "off"):
         raise ValueError(f"--encoder is on or off, not {encoder!r}")
     arguments = template_arguments(chat_template_kwargs)
-    documents = [Document(read_text(path), id=path.name) for path in doc or []]
+    # a name of other bytes than UTF-8 has lone surrogates, which nothing prints
+    documents = [Document(read_text(path), id=os.fsencode(path.name).decode(errors="replace")) for path in doc or []]
 
     # takes seconds, so behind what can be wrong with the options
     from comb.backbones.tokenizer import load_tokenizer
@@ -263,17 +267,18 @@ def ask(
     store = None if cache is None else PICacheStore(device=str(loaded.device), disk_path=cache)
     tokenizer = load_tokenizer(model, loaded, chat_template_kwargs=arguments)
     source = ModelSource(model, {"backbone": backbone, "dtype": dtype}, str(loaded.device))
-    with PICEngine(
+    engine = PICEngine(
         loaded, tokenizer, method=method, store=store, splitter=splitter, mac=mac, workers=workers, source=source
-    ) as engine:
+    )
+    with engine, ExitStack() as behind:
+        if store is not None:
+            behind.callback(store.flush)  # what was compiled is kept, whatever comes of the answer
         for _ in range(repeat):
             answer = engine.ask(question, documents=documents, encoder=encoder == "on", max_new_tokens=max_new_tokens)
             typer.secho(answer.text, bold=True)  # rich makes spaces of tabs
             console.print(f"[dim]{escape(str(answer.report))}[/]", soft_wrap=True)
         if engine.executor is not None:
             console.print(f"[dim]{escape(f'workers {workers}: {engine.executor.stats}')}[/]", soft_wrap=True)
-    if store is not None:
-        store.flush()
 
 
 @app.command()
@@ -388,13 +393,14 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
     Every error is one line on standard error; ``--debug`` or ``COMB_DEBUG=1`` shows the traceback instead.
     """
-    import os
-
     gc.set_threshold(50_000)  # looking for garbage while torch and transformers are imported is half a second
     given = list(sys.argv[1:] if arguments is None else arguments)
     if "--debug" in given:
         os.environ["COMB_DEBUG"] = "1"  # for the processes of a server, too
     debug = os.environ.get("COMB_DEBUG") == "1"
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors="backslashreplace")  # rather than no answer where a terminal lacks a character
     try:
         _add_commands()
         app([argument for argument in given if argument != "--debug"], prog_name="comb")

@@ -17,9 +17,10 @@ from __future__ import annotations
 
 import operator
 import re
-from bisect import bisect_left
+from bisect import bisect_left, bisect_right
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import accumulate, pairwise
+from operator import itemgetter
 from typing import Any, ClassVar
 
 from comb.locks import lock_of
@@ -91,7 +92,8 @@ class Splitter:
         if not levels:
             return [(cut, min(cut + self.max_tokens, last)) for cut in range(first, last, self.max_tokens)]
         packed: list[tuple[int, int]] = []
-        for unit in pairwise([first, *(cut for cut in levels[0] if first < cut < last), last]):
+        inside = levels[0][bisect_right(levels[0], first) : bisect_left(levels[0], last)]
+        for unit in pairwise([first, *inside, last]):
             for begin, end in self._parts(*unit, levels[1:]):
                 if packed and end - packed[-1][0] <= self.max_tokens:
                     packed[-1] = (packed[-1][0], end)
@@ -184,7 +186,7 @@ spaces = _behind(r"(?=\s\S)")  # in front of words, so that a word keeps togethe
 # not indented and behind a blank line: definitions with their comments and decorators
 top_level_blocks = _behind(r"\n[ \t\r]*\n(?=[^\s)}\]])")
 
-_SENTENCE_END = re.compile(r"[.!?…]+[\"'”’»)\]]*\s+|[。！？]+[」』”’）]*\s*")
+_SENTENCE_END = re.compile(r"(?<![.!?…])[.!?…]+[\"'”’»)\]]*\s+|[。！？]+[」』”’）]*\s*")
 _ABBREVIATION = re.compile(
     r"(?<!['’])\b(?:[A-Za-z]|Mr|Mrs|Ms|Dr|Prof|St|Sr|Jr|vs|etc|cf|al|Inc|Ltd|Co|Corp|Vol|approx|(?:[A-Za-z]\.)+[A-Za-z])\.\s*$"
 )
@@ -235,7 +237,9 @@ def _fences(text: str) -> list[tuple[int, int]]:
 
 
 def _outside(offsets: Sequence[int], ranges: Sequence[tuple[int, int]]) -> list[int]:
-    return [offset for offset in offsets if not any(first < offset < last for first, last in ranges)]
+    """Those in none of the `ranges`, which follow one another; their borders are outside."""
+    ends = [0, *(last for _, last in ranges)]
+    return [offset for offset in offsets if offset >= ends[bisect_left(ranges, offset, key=itemgetter(0))]]
 
 
 # ---- splitters ----

@@ -184,8 +184,7 @@ class Conversation:
                 relinked=reason,
             )
             text = found.text if self._remember is None else self._remember(found.text)
-            ends = settings["eos_token_id"]
-            ended = found.token_ids[-1] in (ends if isinstance(ends, list | tuple) else [ends])
+            ended = found.token_ids[-1] in (settings["eos_token_id"] or ())
             ids = found.token_ids[:-1] if ended else found.token_ids
             # special tokens included: thinking may stand between some, and a template drops it by them
             whole = engine.tokenizer.decode(ids, clean_up_tokenization_spaces=False)
@@ -215,7 +214,10 @@ def _beginning(
     if now.stamp is None:
         return None, 0, prompt, ""
     if past is None:
-        reason = "the last answer left no cache to go on from (beams, use_cache=False or the like), or it was released"
+        reason = (
+            "the last answer left no cache to go on from (beams, use_cache=False, or remembered otherwise where a "
+            "cache can't be cut), or it was released"
+        )
     elif now.stamp != stamp:
         reason = "the model's weights have changed, or another method answers than before"
     elif method.uses_encoder and now.keys != keys:

@@ -37,7 +37,7 @@ def decoding_settings(arguments: Mapping[str, Any], backbone: Any, tokenizer: An
     """Keyword arguments for ``generate``: greedy unless sampling is asked for, with end and padding tokens.
 
     Sampling is asked for by ``do_sample=True`` or by giving any of its parameters; ``temperature=0`` is greedy.
-    The end token is the backbone's ``generation_config``'s, else the tokenizer's.
+    End tokens, a list or None, are the backbone's ``generation_config``'s, else the tokenizer's.
 
     Raises:
         ValueError: max_new_tokens below 1, a negative temperature, more than one answer per question, or another prompt
@@ -76,12 +76,13 @@ def decoding_settings(arguments: Mapping[str, Any], backbone: Any, tokenizer: An
     own = backbone.generation_config
     eos = _first(settings.get("eos_token_id"), own.eos_token_id, tokenizer.eos_token_id)
     pad = _first(settings.get("pad_token_id"), own.pad_token_id, tokenizer.pad_token_id)
+    ends = None if eos is None else torch.as_tensor(eos).flatten().tolist()
     if pad is None:
-        pad = 0 if eos is None else (eos[0] if isinstance(eos, list | tuple) else eos)
+        pad = ends[0] if ends else 0
     if _first(settings.get("stop_strings"), own.stop_strings) is not None:
         settings.setdefault("tokenizer", tokenizer)
     # a generation config that asks for several answers can't mean this: a question has one
-    return {"num_return_sequences": 1, **settings, "eos_token_id": eos, "pad_token_id": int(pad)}
+    return {"num_return_sequences": 1, **settings, "eos_token_id": ends, "pad_token_id": int(pad)}
 
 
 def with_length(settings: Mapping[str, Any], backbone: Any, prompt_tokens: int, limit: int | None) -> dict[str, Any]:
@@ -114,8 +115,7 @@ def with_length(settings: Mapping[str, Any], backbone: Any, prompt_tokens: int, 
 
 def trim(token_ids: list[int], settings: Mapping[str, Any], rows: int) -> tuple[int, ...]:
     """One row's new tokens up to and including its end token, without what pads it to the batch's longest row."""
-    eos = settings["eos_token_id"]
-    ends = set(eos) if isinstance(eos, list | tuple) else {eos}
+    ends = settings["eos_token_id"] or ()
     for position, token in enumerate(token_ids):
         if token in ends:
             return tuple(token_ids[: position + 1])

@@ -87,9 +87,8 @@ class AnswerRules:
         """For ``generate``, greedy: every token whose text holds a character of `stop` is an end token."""
         settings = engine.settings({"max_new_tokens": self.max_new_tokens})
         if self.stop:
-            own = settings["eos_token_id"]
-            own = [] if own is None else own if isinstance(own, list) else [own]
-            settings["eos_token_id"] = [*own, *stopping_tokens(engine.tokenizer, self.stop)]
+            ends = settings["eos_token_id"] or ()
+            settings["eos_token_id"] = [*ends, *stopping_tokens(engine.tokenizer, self.stop)]
         return settings
 
     def text(self, engine: PICEngine, token_ids: Sequence[int]) -> str:

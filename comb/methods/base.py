@@ -179,7 +179,8 @@ class Method(ABC):
         input_ids, attention_mask = self.tensors([[*past.token_ids, *token_ids]])
         step = pass_size(self.backbone)
         state = DecodeState(self.backbone, input_ids, attention_mask, past_key_values=past.cache, step=step)
-        if step is not None:  # `generate` would take the rest of the prompt at once
+        # `generate` would take the rest of the prompt at once; and what can't be cut is wanted in front of the answer
+        if step is not None or not (past.can_be_cut or self.uses_encoder):
             state.past_key_values = fork_cache(past.cache)
             with exclusive(self.backbone), counted_passes() as passed:
                 run(self.backbone, list(token_ids[:-1]), state.past_key_values, len(past.token_ids), step=step)

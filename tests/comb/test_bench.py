@@ -264,7 +264,9 @@ def test_methods_command(folder: Path, tmp_path: Path) -> None:
     assert "choose another name" in str(own.exception)  # an adapter's own results are left alone
 
 
-def test_files_of_ones_own_are_sets_beside_each_other(folder: Path, tmp_path: Path) -> None:
+def test_files_of_ones_own_are_sets_beside_each_other(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     model = tmp_path / "model"
     shutil.copytree(folder / "model", model)
     data = {"prefix": "Read. ", "stop": ";", "query_template": "Q: {query}"}
@@ -281,6 +283,15 @@ def test_files_of_ones_own_are_sets_beside_each_other(folder: Path, tmp_path: Pa
     # asked as the adapter was trained to be
     made_with = json.loads((tmp_path / "m" / "rows.jsonl").read_text().splitlines()[0])
     assert "Read. " in json.dumps(made_with)
+    # two files of one name
+    shutil.copy(folder / "data.jsonl", tmp_path / "data.jsonl")
+    monkeypatch.chdir(other)
+    shutil.copy(folder / "data.jsonl", other / "data.jsonl")
+    content = written(
+        tmp_path / "n.json", "methods", "--model", model, "--methods", "naive", "--data", "data.jsonl,../data.jsonl",
+        "--split", "all", "--limit", 1, "--max-new-tokens", 1, "--timing-examples", 0,
+    )  # fmt: skip
+    assert {row["set"] for row in content["results"]} == {"1-data.jsonl", "2-data.jsonl"}
 
 
 def test_context_length_command(tmp_path: Path) -> None:

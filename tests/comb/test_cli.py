@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -80,6 +81,9 @@ def test_ask_keeps_documents_on_disk(adapter: Path, tmp_path: Path) -> None:
     assert "disk" in again.output
     (tmp_path / "a.txt").write_text("some text", encoding="utf-8-sig")  # as Windows editors save it
     assert "disk" in run(*arguments).output
+    odd = tmp_path / os.fsdecode(b"caf\xe9.txt")  # a name that isn't UTF-8
+    odd.write_text("more text")
+    assert "caf\N{REPLACEMENT CHARACTER}.txt: compiled" in run("ask", adapter, "why?", "--doc", odd).output
 
 
 def test_convert_and_push_dry_run(tmp_path: Path, adapter: Path) -> None:

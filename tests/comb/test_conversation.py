@@ -234,6 +234,26 @@ def test_a_remembered_part_of_an_answer(family: str, method: str) -> None:
     assert first.report.prompt_tokens - 1 <= answer.report.continued_tokens < first.report.prompt_tokens + NEW - 1
 
 
+@pytest.mark.parametrize("method", ["naive", "full"])
+def test_what_is_remembered_of_answers_is_gone_on_from_behind_sliding_windows(method: str) -> None:
+    """Every turn from the cache in front of the last answer, which can't be cut off; `full` leaves none there."""
+    engine = engine_of("mistral", method)
+    chat, anew = (engine.conversation([MILL], remember=lambda _: "It did.") for _ in range(2))
+    prompts = [asked(conversation, "When?")[0].report.prompt_tokens for conversation in (chat, anew)]
+    for turn in range(1, 4):
+        answer, logits = asked(chat, "When?")
+        if method == "full":
+            assert "remembered otherwise where a cache can't be cut" in answer.report.relinked
+        else:
+            assert answer.report.relinked == ""
+            # behind the documents first, then behind the last question
+            assert answer.report.continued_tokens == prompts[-1] - (len("When?<>") - 1 if turn == 1 else 1)
+        anew.release()
+        _, reference = asked(anew, "When?")
+        assert error(logits, reference) < EXACT
+        prompts.append(answer.report.prompt_tokens)
+
+
 @pytest.mark.parametrize(("family", "method"), [("qwen3_next", "hypic:4"), ("bamba", "full"), ("llama", "legolink:2"),
                                                 ("llama", "comb"), ("minimax", "hypic:4")])  # fmt: skip
 def test_a_turn_that_fails_leaves_everything_as_it_was(family: str, method: str) -> None:
@@ -362,7 +382,8 @@ def test_an_answer_that_ends_by_itself(family: str, method: str) -> None:
     """Its end token is the template's business."""
     engine = engine_of(family, method)
     end = engine.tokenizer.eos_token_id
-    _, first, answer = second_turn(engine, says=[None, None, None, end], max_new_tokens=9, eos_token_id=end)
+    ends = torch.tensor([end])  # as `generate` takes it, too
+    _, first, answer = second_turn(engine, says=[None, None, None, end], max_new_tokens=9, eos_token_id=ends)
     assert (first.token_ids[-1], len(first.token_ids)) == (end, 4)
     assert answer.report.continued_tokens == first.report.prompt_tokens + 3
     # <|end|><|user|>Where to?<|assistant|> behind it: no end token twice
