@@ -26,9 +26,12 @@ TRAIN = ["train.max_seconds=null", "train.steps=2", "eval.limit=2"]
 SHORT = ["--lengths", "128,256", "--segment-tokens", "64", "--repeats", "1"]
 SMALL = ["--layers", "2", "--hidden", "64", "--heads", "4", "--kv-heads", "2"]
 NAMES = {
-    "MODEL": "nano", "ADAPTER": "out/nano", "FOLDER": "data", "CONFIG": "configs/nano.yaml",
-    "ORG/NAME": "Qwen/Qwen3-0.6B",
-}  # fmt: skip
+    "MODEL": "nano",
+    "ADAPTER": "out/nano",
+    "FOLDER": "data",
+    "CONFIG": "configs/nano.yaml",
+    "ORG/NAME": "nano",
+}
 """What a reader puts in the place of."""
 LESS: dict[str, list[str]] = {
     "comb train": TRAIN,

@@ -70,18 +70,21 @@ def load_tokenizer(
 
 def set_template_defaults(tokenizer: Any, arguments: Mapping[str, Any]) -> None:
     """Makes what a chat template takes part of it, as ``enable_thinking: false``: whoever renders a chat with the
-    tokenizer, or saves and loads it, has the same without a word, and can still say otherwise.
+    tokenizer, or saves and loads it, has the same without a word, and can still say otherwise. Thinking that a template
+    doesn't speak of is turned off already.
 
     Raises:
         ValueError: for a tokenizer without a Jinja template, a name that the template doesn't ask for, or a value that
             is no text, number, true or false.
     """
-    template = getattr(tokenizer, "chat_template", None)
-    if not template:
-        raise ValueError(f"chat_template_kwargs {dict(arguments)}: this tokenizer has no chat template to take them")
+    template = getattr(tokenizer, "chat_template", None) or {}
     named: dict[str, str] = template if isinstance(template, dict) else {"": template}
     for name, value in arguments.items():
         if not any(re.search(rf"\b{re.escape(name)}\b", text) for text in named.values()):
+            if name == "enable_thinking" and value is False:
+                continue
+            if not named:
+                raise ValueError(f"chat_template_kwargs: this tokenizer has no chat template to take {name!r}")
             raise ValueError(f"chat_template_kwargs: the model's chat template knows no {name!r}")
         if not name.isidentifier() or name in TEMPLATE_RESERVED:
             raise ValueError(
@@ -94,7 +97,8 @@ def set_template_defaults(tokenizer: Any, arguments: Mapping[str, Any]) -> None:
         default = f"{{% set {name} = {json.dumps(value, ensure_ascii=False)} %}}"
         line = f"{{% if {name} is not defined %}}{default}{{% endif %}}\n"
         named = {key: line + told.sub("", text, count=1) for key, text in named.items()}
-    tokenizer.chat_template = named if isinstance(template, dict) else named[""]
+    if named:
+        tokenizer.chat_template = named if isinstance(template, dict) else named[""]
 
 
 def _has_tokenizer(place: str) -> bool:

@@ -317,7 +317,19 @@ def test_what_no_template_can_be_given_is_refused(arguments: dict[str, Any], mes
         set_template_defaults(tokenizer, arguments)
     tokenizer.chat_template = None
     with pytest.raises(ValueError, match="has no chat template"):
-        set_template_defaults(tokenizer, {"enable_thinking": False})
+        set_template_defaults(tokenizer, {"enable_thinking": True})
+
+
+def test_thinking_that_a_template_does_not_speak_of_is_off_already() -> None:
+    """A recipe that turns it off is one for any model."""
+    tokenizer = byte_tokenizer(None)
+    set_template_defaults(tokenizer, {"enable_thinking": False})
+    assert tokenizer.chat_template is None
+    plain = tokenizer.chat_template = "{% for m in messages %}{{ m['content'] }}{% endfor %}"
+    set_template_defaults(tokenizer, {"enable_thinking": False})
+    assert tokenizer.chat_template == plain
+    with pytest.raises(ValueError, match="knows no 'enable_thinking'"):
+        set_template_defaults(tokenizer, {"enable_thinking": True})
 
 
 def test_the_last_default_of_a_template_counts() -> None:

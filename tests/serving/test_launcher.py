@@ -59,6 +59,7 @@ def test_the_server_gets_its_environment_and_the_folder_goes(tmp_path: Path, mon
     monkeypatch.setenv("VLLM_PLUGINS", "other")
     monkeypatch.setenv("COMB_ADMIN_KEY", "secret")
     monkeypatch.setenv("PROMETHEUS_MULTIPROC_DIR", "/nowhere")
+    monkeypatch.setenv("VLLM_SERVER_DEV_MODE", "1")
     server, seen, root = program(tmp_path, "sys.exit(3)")
     arguments = ["--max-model-len", "64", "-tp", "2", "--api-key", "k"]
     options = ServeOptions("owner/adapter", pool_bytes="4096", pool_dtype="fp8")
@@ -68,7 +69,7 @@ def test_the_server_gets_its_environment_and_the_folder_goes(tmp_path: Path, mon
     assert found["argv"][-2:] == ["--middleware", "comb_serving.api.middleware.CombMiddleware"]
     environment = found["environment"]
     assert environment["VLLM_PLUGINS"] == "other,comb"
-    assert "PROMETHEUS_MULTIPROC_DIR" not in environment
+    assert not {"PROMETHEUS_MULTIPROC_DIR", "VLLM_SERVER_DEV_MODE"} & set(environment)
     assert "COMB_ADMIN_KEY" not in environment
     options = ServeOptions.from_environment(environment)
     assert (options.pool_bytes, options.pool_dtype, options.ranks, len(options.key_hashes)) == ("4096", "fp8", 2, 1)

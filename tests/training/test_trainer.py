@@ -342,6 +342,9 @@ def test_half_of_a_checkpoint_is_none_and_those_of_a_longer_run_make_way(tmp_pat
     assert checkpoints(tmp_path) == []
     trainer(comb_model(), tmp_path / "one", steps=2, save_steps=1, save_total_limit=1).train()
     assert sorted(path.name for path in (tmp_path / "one").iterdir()) == ["checkpoint-2", "log.jsonl"]
+    # a fresh run's first takes the place of all of the run before
+    trainer(comb_model(), tmp_path / "one", steps=6, save_steps=3, save_total_limit=0).train()
+    assert [path.name for path in checkpoints(tmp_path / "one")] == ["checkpoint-3", "checkpoint-6"]
     trainer(comb_model(), tmp_path, steps=6, save_steps=3).train()
     trainer(comb_model(), tmp_path, steps=2, save_steps=1).train()
     assert [path.name for path in checkpoints(tmp_path)] == ["checkpoint-1", "checkpoint-2"]

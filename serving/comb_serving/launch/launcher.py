@@ -55,9 +55,10 @@ _REFUSED_PLAIN = {
     "tokenizer": "the front makes prompts with the tokenizer in the model's own folder",
     "revision": "serve a folder that holds it (hf download --revision ... --local-dir ...)",
 }
-# Of the environment. Answers that vLLM keeps could be read by whoever knows or guesses their names; there is one API
-# server, and with Prometheus' folder vLLM would show what is in its files, and not our counters.
-_DROPPED = {ADMIN_KEY, "VLLM_ENABLE_RESPONSES_API_STORE", "PROMETHEUS_MULTIPROC_DIR"}
+# Of the environment. Answers that vLLM keeps could be read by whoever knows or guesses their names, and its development
+# mode shows settings to whoever asks; there is one API server, and with Prometheus' folder vLLM would show what is in
+# its files, and not our counters.
+_DROPPED = {ADMIN_KEY, "VLLM_ENABLE_RESPONSES_API_STORE", "VLLM_SERVER_DEV_MODE", "PROMETHEUS_MULTIPROC_DIR"}
 _CACHE_SIZES = {"--kv-cache-memory-bytes", "--gpu-memory-utilization"}
 _ONLY_ONE = {"api-server-count": "-asc", "data-parallel-size": "-dp", "pipeline-parallel-size": "-pp"}
 

@@ -87,11 +87,12 @@ def checkpoint_to_resume(train: TrainConfig, resume: str | Path | None) -> Path 
 
 
 @contextmanager
-def new_checkpoint(run: Path, step: int, *, keep: int) -> Iterator[Path]:
+def new_checkpoint(run: Path, step: int, *, keep: int, first: bool = False) -> Iterator[Path]:
     """A folder to write the checkpoint of `step` in; it gets its name when the block has ended without an error.
 
     So a killed run leaves no half of one. Collective. `keep`: so many of the newest checkpoints stay, all with 0; those
-    of later steps go. Raises CheckpointError if writing fails; the checkpoints of before are intact.
+    of later steps go, and behind the `first` of a fresh run all others. Raises CheckpointError if writing fails; the
+    checkpoints of before are intact.
     """
     name = f"{PREFIX_CHECKPOINT_DIR}-{step}"
     folder = run / PARTIAL / name
@@ -120,8 +121,9 @@ def new_checkpoint(run: Path, step: int, *, keep: int) -> Iterator[Path]:
         (run / PARTIAL).rmdir()
         found = checkpoints(run)
         own = found.index(run / name) + 1
+        before = own - 1 if first else max(0, own - keep) if keep else 0
         # those of later steps are of a longer run in the same folder, and --resume auto would take them for this one's
-        for old in [*found[own:], *(found[: max(0, own - keep)] if keep else [])]:
+        for old in [*found[own:], *found[:before]]:
             shutil.rmtree(old, ignore_errors=True)
     distributed.barrier()
 

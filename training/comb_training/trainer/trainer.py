@@ -123,6 +123,7 @@ class CombTrainer:
         self.step = 0  # optimizer steps done
         self.terminated = ""
         """The signal that ended the run before its time, SIGTERM or SIGINT; there is a checkpoint to go on from."""
+        self._fresh = True  # its folder has no checkpoint of this run yet
         self._wrapped: Any = model  # as DDP or DeepSpeed call it, from `train` on
         self._loss = torch.zeros((), device=self.accelerator.device)  # this rank's share since the last record
 
@@ -298,7 +299,8 @@ class CombTrainer:
         """Writes what a run goes on from to ``checkpoint-N`` of the run's folder. Collective."""
         folder = Path(self.config.output_dir)
         keep = self.config.save_total_limit
-        with self.log.paused("saving"), new_checkpoint(folder, self.step, keep=keep) as path:
+        place = new_checkpoint(folder, self.step, keep=keep, first=self._fresh)
+        with self.log.paused("saving"), place as path:
             trained = trained_weights(self.model, sharded=self.sharded)
             check_finite(trained)
             cuda = torch.cuda.get_rng_state_all() if torch.cuda.is_available() else []
@@ -313,6 +315,7 @@ class CombTrainer:
                 state = {"global_step": self.step, "seconds": self.schedule.used, "log_history": self.log.history}
                 state |= {"settings": self.settings}
                 (path / TRAINER_STATE_NAME).write_text(json.dumps(state), encoding="utf-8")
+        self._fresh = False
 
     def _read_state(self, folder: Path) -> None:
         """How far the run was. Raises ValueError if `folder` doesn't tell."""
@@ -325,6 +328,7 @@ class CombTrainer:
             state = json.loads((folder / TRAINER_STATE_NAME).read_text(encoding="utf-8"))
             self.step, self.schedule.used = int(state["global_step"]), float(state["seconds"])
             self.log.history = state["log_history"]
+        self._fresh = False
         its = state.get("settings")
         changed = [
             f"{section}.{key}"
