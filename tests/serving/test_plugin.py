@@ -51,7 +51,7 @@ def _no_cached_prefixes(nano: Served) -> None:
     nano.llm.reset_prefix_cache()
 
 
-def same(found: Any, expected: Any, tolerance: float = 1e-5) -> None:
+def same(found: Any, expected: Any, tolerance: float = 3e-5) -> None:
     assert found[0] == expected[0]
     torch.testing.assert_close(torch.tensor(found[1]), torch.tensor(expected[1]), atol=tolerance, rtol=0)
 

@@ -12,6 +12,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from comb import CombForCausalLM
+from comb.backbones.loading import load_config as load_adapter_config
 from comb.model.lora import LoraLinear, add_lora
 from comb.model.weights import check_headers
 from comb_training.config import load_config
@@ -234,3 +235,10 @@ def test_another_run_goes_on_from_it(tmp_path: Path) -> None:
     first = tmp_path / "whole"
     with pytest.raises(ValueError, match="which was trained in full: leave it out"):
         loaded(lora_rank=4)
+
+
+def test_the_committed_adapter_is_whole() -> None:
+    folder = Path(__file__).parents[2] / "training" / "adapters" / "comb-smollm2-135m"
+    config = load_adapter_config(folder)
+    check_headers(folder, config)
+    assert config.lora_rank == load_config(folder.parents[2] / "configs" / "comb-smollm2-135m.yaml").train.lora_rank

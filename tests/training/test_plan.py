@@ -230,7 +230,7 @@ def test_a_text_of_one_s_own_counts_as_long_as_it_is(tmp_path: Path) -> None:
         (("data.options={scenes: 2}", "train.gradient_accumulation_steps=1000"), "examples are too few"),
         (("train.deepspeed=configs/deepspeed/zero9.json",), r"zero9.json' is no DeepSpeed configuration"),
         (("model.cross_attention_layers=[2, 99]",), "99"),
-        (("data.chat_template_kwargs={enable_thinking: false}",), "chat_template_kwargs"),
+        (("data.chat_template_kwargs={enable_thinking: true}",), "chat_template_kwargs"),
     ],
 )
 def test_mistakes_are_errors(arguments: tuple[str, ...], message: str) -> None:
