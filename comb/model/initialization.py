@@ -16,7 +16,6 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
-from accelerate.utils import align_module_device
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
@@ -60,8 +59,11 @@ class LayerParts:
 def read_layer(layer: nn.Module, info: BackboneInfo, config: Any) -> LayerParts:
     """The parts of a decoder layer that have a counterpart in a Llama-style layer; those found, no more."""
     with ExitStack() as stack:
-        for module in layer.modules():  # what accelerate keeps on the CPU or a disk is there while it is read
-            stack.enter_context(align_module_device(module))
+        for module in layer.modules():
+            if hasattr(module, "_hf_hook"):  # what accelerate keeps on the CPU or a disk is there while it is read
+                from accelerate.utils import align_module_device
+
+                stack.enter_context(align_module_device(module))
         return _read_layer(layer, info, config)
 
 

@@ -108,7 +108,7 @@ def add_lora(model: Any, *, rank: int) -> None:
         return nn.Parameter(base.to(own.device, model.backbone.dtype, copy=True), requires_grad=False)
 
     for path, module in list(model.named_modules()):
-        if not PLACES.match(f"{path}.") or path.startswith("backbone."):
+        if not PLACES.match(f"{path}."):
             continue
         if not isinstance(module, nn.Linear):
             for name, parameter in module.named_parameters(path, recurse=False):
@@ -124,11 +124,6 @@ def add_lora(model: Any, *, rank: int) -> None:
         beside = LoraLinear(frozen(f"{path}.weight", module.weight), bias, rank, like=module.weight)
         setattr(model.get_submodule(parent), name, beside)
     model.config.lora_rank = rank
-
-
-def lora_layers(model: Any) -> dict[str, LoraLinear]:
-    """The matrices with LoRA beside them, by path; empty where there is none."""
-    return {path: module for path, module in model.named_modules() if isinstance(module, LoraLinear)}
 
 
 @torch.no_grad()

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import ast
 import builtins
 import re
 import subprocess
 import sys
+import tomllib
 from functools import cache
 from pathlib import Path
 
@@ -25,6 +27,17 @@ def test_the_library_pulls_in_nothing_heavy() -> None:
     code = f"import sys; sys.modules['triton'] = None; from comb import *; {names}"
     result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert result.stdout.strip().endswith("[]"), result.stdout
+
+
+def test_the_library_wants_what_it_declares() -> None:
+    """At the top of its files: elsewhere a package may be an extra's. Who asks for `lm_eval` and triton's has them."""
+    declared = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["dependencies"]
+    known = {re.split(r"[<>=]", each)[0] for each in declared} - {"pyyaml"} | {"yaml", "lm_eval", "triton", "comb"}
+    for path in (ROOT / "comb").rglob("*.py"):
+        for node in ast.parse(path.read_text(encoding="utf-8")).body:
+            names = [each.name for each in node.names] if isinstance(node, ast.Import) else []
+            names += [node.module or ""] if isinstance(node, ast.ImportFrom) else []
+            assert {name.partition(".")[0] for name in names} - sys.stdlib_module_names <= known, path
 
 
 @cache

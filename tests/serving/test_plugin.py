@@ -51,7 +51,8 @@ def _no_cached_prefixes(nano: Served) -> None:
     nano.llm.reset_prefix_cache()
 
 
-def same(found: Any, expected: Any, tolerance: float = 3e-5) -> None:
+def same(found: Any, expected: Any, tolerance: float = 2e-5) -> None:
+    """As vLLM computes in float32: it is 1.3e-5 from the library's float64 at most, documents move 3e-1."""
     assert found[0] == expected[0]
     torch.testing.assert_close(torch.tensor(found[1]), torch.tensor(expected[1]), atol=tolerance, rtol=0)
 

@@ -148,7 +148,7 @@ def check_rank(rank: int | None, adapter: CombConfig) -> None:
 
 def _placed(model: CombForCausalLM, config: Config) -> CombForCausalLM:
     """With LoRA, if configured, and on the configured device."""
-    if (rank := config.train.lora_rank) is not None:
-        add_lora(model, rank=rank)
+    if config.train.lora_rank is not None:
+        add_lora(model, rank=config.train.lora_rank)
     placed: CombForCausalLM = model.to(device_of(config))
     return placed

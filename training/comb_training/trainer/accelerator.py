@@ -1,7 +1,7 @@
 """accelerate and DeepSpeed for one run: ranks, precision, trackers, and the weights that DeepSpeed has in parts.
 
 What reaches into DeepSpeed without being documented, seen in 0.19.8: `engine.module_state_dict` (replaced), and the
-parameters' `ds_id` and `comm_dtype`.
+parameters' `comm_dtype` and, in checkpoints.py, `ds_shape`.
 """
 
 from __future__ import annotations
