@@ -168,7 +168,7 @@ def test_the_cards_lines_work_as_they_stand(tmp_path: Path, monkeypatch: pytest.
     text = (tmp_path / "made-here" / "README.md").read_text()
     assert "pip install comb-pic\n" in text
     code = text.partition("```python\n")[2].partition("```")[0]
-    assert len(code.splitlines()) == 3
+    assert len(code.splitlines()) == 4
     monkeypatch.chdir(tmp_path)
     exec(code, {})
     assert capsys.readouterr().out.strip()
