@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from itertools import product
 from typing import Any
 
 import torch
@@ -40,20 +41,23 @@ class UnmovableError(ValueError):
 class Rotation:
     """The rotary part of one cached tensor: 2m channels from `start` on.
 
-    `interleaved`: channels 2j and 2j+1 are a pair (GPT-J); otherwise j and j+m are (NeoX, Llama).
+    `interleaved`: channels 2j and 2j+1 are a pair (GPT-J); otherwise j and j+m are (NeoX, Llama). `backward`: they are
+    turned the other way (NanoChat).
     """
 
     source: int
     start: int
     interleaved: bool
+    backward: bool = False
 
     def pairs(self, tensor: Tensor, m: int) -> tuple[Tensor, Tensor]:
         """Views of the first and second channels of all pairs, each [..., m]."""
+        middle, end = self.start + m, self.start + 2 * m
         if self.interleaved:
-            end = self.start + 2 * m
-            return tensor[..., self.start : end : 2], tensor[..., self.start + 1 : end : 2]
-        middle = self.start + m
-        return tensor[..., self.start : middle], tensor[..., middle : middle + m]
+            first, second = tensor[..., self.start : end : 2], tensor[..., self.start + 1 : end : 2]
+        else:
+            first, second = tensor[..., self.start : middle], tensor[..., middle:end]
+        return (second, first) if self.backward else (first, second)
 
 
 @dataclass(frozen=True)
@@ -330,13 +334,13 @@ def _still(seen: Tensor, tolerance: float) -> bool:
 
 
 def _errors(seen: Tensor, rerotation: Rerotation) -> Iterator[tuple[float, Rotation]]:
-    """How far `seen` is from its first position, turned, for every place and pairing of the turned channels."""
+    """How far `seen` is from its first position, turned, for every place, pairing and direction of turning."""
     origin, (size, least), m = seen[:, :1], _sizes(seen), rerotation.factors[0][0].shape[-1]
     for start in sorted({0, seen.shape[-1] - 2 * m}):
         if start < 0 or start + 2 * m > seen.shape[-1]:
             continue
-        for interleaved in (False, True):
-            rotation = Rotation(0, start, interleaved)
+        for interleaved, backward in product((False, True), repeat=2):
+            rotation = Rotation(0, start, interleaved, backward)
             predicted = rerotation.apply(origin.expand_as(seen).clone(), rotation)
             sizes = size.clone()
             first, second = rotation.pairs(sizes, m)

@@ -189,6 +189,12 @@ class AdapterModel(PreTrainedModel):
     def _init_weights(self, module: nn.Module) -> None:
         pass  # an adapter is initialised by its from_backbone, or loaded
 
+    def train(self, mode: bool = True) -> Self:
+        """As in torch, but for the backbone: what is frozen drops nothing out and adds no noise to its router."""
+        super().train(mode)
+        self.backbone.eval()
+        return self
+
     def num_trainable_parameters(self) -> tuple[int, int]:
         """(trainable, all) parameter counts."""
         trainable = sum(parameter.numel() for parameter in self.parameters() if parameter.requires_grad)

@@ -34,6 +34,7 @@ class LinkedDocuments:
         self, rows: Sequence[Sequence[KeyValues]], implementation: str | None, reading: Tensor | None = None
     ) -> None:
         self.num_rows, self.reading = len(rows), reading
+        self.answered = 0  # tokens behind the prompt, which all read
         self.with_documents = [index for index, documents in enumerate(rows) if documents]
         self.implementation = implementation
         self.was_read = False
@@ -84,14 +85,16 @@ class LinkedDocuments:
 
         Raises ValueError for a part of the prompt, which doesn't say which.
         """
-        if self.reading is None:
+        if self.reading is None or hidden.shape[1] <= self.answered:
             return None
-        if hidden.shape[1] != self.reading.shape[1]:
+        # without a cache each step computes the prompt again
+        reading = nn.functional.pad(self.reading, (0, self.answered), value=True)
+        if hidden.shape[1] != reading.shape[1]:
             raise ValueError(
                 f"a prompt of {self.reading.shape[1]} tokens with prefix_tokens is taken whole, not {hidden.shape[1]} "
                 "tokens of it: leave prefill_chunk_size and the like out"
             )
-        readers = self.reading.repeat_interleave(hidden.shape[0] // self.num_rows, 0)
+        readers = reading.repeat_interleave(hidden.shape[0] // self.num_rows, 0)
         return readers[..., None].to(hidden.device)
 
     def attention_inputs(self, layer: int, query: Tensor) -> tuple[Tensor, Tensor, Tensor, dict[str, Any]]:

@@ -6,7 +6,7 @@ import functools
 import hashlib
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from contextvars import ContextVar
 from dataclasses import fields
 from pathlib import Path
@@ -21,6 +21,7 @@ from transformers import (
     StoppingCriteria,
     StoppingCriteriaList,
 )
+from transformers.modeling_layers import GradientCheckpointingLayer
 
 from comb.backbones.adapter import backbone_fingerprint
 from comb.backbones.discovery import BackboneInfo, inspect_backbone
@@ -417,14 +418,23 @@ class CombForCausalLM(AdapterModel, GenerationMixin):
         if options["use_reentrant"]:
             raise ValueError("reentrant checkpointing loses the gradients of linked documents: use_reentrant=False")
         super().gradient_checkpointing_enable({**options, "context_fn": self._recompute_contexts}, **kwargs)
+        self.train(self.training)
+
+    def train(self, mode: bool = True) -> Self:
+        """As in torch, but for the frozen backbone, which is never in training."""
+        super().train(mode)
+        # transformers checkpoints a layer that says of itself that it trains; what is inside of it doesn't (`_Frozen`)
+        for module in self.backbone.modules():
+            if isinstance(module, GradientCheckpointingLayer) and module.gradient_checkpointing:
+                module.training = mode
+        return self
 
     def enable_input_require_grads(self) -> None:
         """Nothing to do: non-reentrant checkpointing needs no gradient at the (frozen) embeddings."""
 
     def _recompute_contexts(self) -> tuple[AbstractContextManager[None], AbstractContextManager[None]]:
-        """For one checkpointed call: nothing around its forward, and its documents linked again for its backward."""
-        link = self._current_link()
-        return nullcontext(), (nullcontext() if link is None else _Attached(self, link))
+        """For one checkpointed call: a frozen layer around its forward, and around its backward its documents, too."""
+        return _Frozen(self, None), _Frozen(self, self._current_link())
 
     # --- identity ------------------------------------------------------------------------------------------
 
@@ -509,19 +519,34 @@ def token_ids_of(segment: Segment) -> tuple[int, ...]:
 class _Attached:
     """Documents linked to a model for this thread, its hooks on the layers. May be entered again and again."""
 
-    def __init__(self, model: CombForCausalLM, link: LinkedDocuments) -> None:
+    def __init__(self, model: CombForCausalLM, link: LinkedDocuments | None) -> None:
         self._model, self._link = model, link
         self._stacks: list[ExitStack] = []
 
     def __enter__(self) -> None:
         with ExitStack() as stack:
+            self._enter(stack)
+            self._stacks.append(stack.pop_all())
+
+    def _enter(self, stack: ExitStack) -> None:
+        if self._link is not None:
             stack.enter_context(self._model._hooks.attached())
             token = _linked.set((*_linked.get(), (self._model, self._link)))
             stack.callback(_linked.reset, token)
-            self._stacks.append(stack.pop_all())
 
     def __exit__(self, *error: object) -> None:
         self._stacks.pop().close()
+
+
+class _Frozen(_Attached):
+    """The same around a layer that only says that it trains, so that it is checkpointed."""
+
+    def _enter(self, stack: ExitStack) -> None:
+        for module in self._model.backbone.modules():
+            if module.training:
+                stack.callback(setattr, module, "training", True)
+                module.training = False
+        super()._enter(stack)
 
 
 def _check_read(link: LinkedDocuments) -> None:
@@ -536,15 +561,15 @@ def _check_read(link: LinkedDocuments) -> None:
 
 
 class _ReadAtEveryStep(StoppingCriteria):
-    """Never stops; called between the steps of a generation, it checks that each of them read the documents, and lets
-    all tokens behind the prompt read them."""
+    """Never stops; called between the steps of a generation, it checks that each of them read the documents, and
+    counts the tokens behind the prompt."""
 
     def __init__(self, link: LinkedDocuments) -> None:
         self._link = link
 
     def __call__(self, input_ids: Tensor, scores: Any, **kwargs: Any) -> Tensor:
         _check_read(self._link)
-        self._link.reading = None
+        self._link.answered += 1
         return torch.zeros(input_ids.shape[0], dtype=torch.bool, device=input_ids.device)
 
 

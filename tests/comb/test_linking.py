@@ -431,6 +431,7 @@ def test_discovery_finds_the_layouts() -> None:
         "llama": {(half, None)},
         "gptj": {(pairs, None)},
         "cohere": {(pairs, None)},
+        "nanochat": {(Rotation(0, 0, interleaved=False, backward=True), None)},
         "bloom": {(None, None)},
         "deepseek_v3": {(None, half)},  # the latent is position-free, the rope slice is cached beside it
         "smollm3": {(half, None), (None, None)},

@@ -255,6 +255,8 @@ def test_comb_is_the_model_with_documents(
     assert not torch.allclose(state.logits, otherwise, atol=1e-3)
     tokens = comb_model.generate(prompt, **reads, max_new_tokens=8, do_sample=False)
     assert torch.equal(state.generate(max_new_tokens=8, do_sample=False), tokens)
+    # each step computes the prompt again, whose prefix reads no more than it did
+    assert torch.equal(comb_model.generate(prompt, **reads, max_new_tokens=8, do_sample=False, use_cache=False), tokens)
     assert state.recomputed_tokens == 0
     # the order of documents does not matter, a missing one does
     reordered = comb.link(picaches[::-1], QUERY, prefix_ids=PREFIX).logits

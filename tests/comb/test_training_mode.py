@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
+from transformers import AutoModelForCausalLM, FalconConfig, GPT2Config, PhimoeConfig, Starcoder2Config
 
 from comb import CombForCausalLM
 from tests.helpers.families import open_gates, tiny
 
+SMALL = {"vocab_size": 64, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 64}
 DOCUMENTS = [[[5, 6, 7, 8], [9, 10]], [[11, 12, 13]], []]
 
 
@@ -90,6 +94,40 @@ def test_checkpointing_recomputes_with_the_documents_of_its_forward(family: str,
     assert not any(layer._forward_pre_hooks for layer in model.backbone.model.layers)
     loss.backward()
     assert_same({n: p.grad / 2 for n, p in model.named_parameters() if p.grad is not None}, wanted)
+
+
+@pytest.mark.parametrize(
+    "config",
+    [
+        GPT2Config(vocab_size=64, n_embd=32, n_layer=2, n_head=2, n_positions=64),
+        Starcoder2Config(**SMALL, num_key_value_heads=2, residual_dropout=0.3, embedding_dropout=0.3),
+        PhimoeConfig(**SMALL, num_key_value_heads=2, num_local_experts=4, input_jitter_noise=0.5),
+        FalconConfig(**SMALL, hidden_dropout=0.3, attention_dropout=0.3),
+    ],
+    ids=lambda config: config.model_type,
+)  # fmt: skip
+def test_what_is_frozen_drops_nothing_out(config: Any) -> None:
+    torch.manual_seed(0)
+    backbone = AutoModelForCausalLM.from_config(config)
+    ids, mine = torch.arange(5, 20)[None], {"documents": [[[20, 21, 22], [30, 31]]]}
+
+    def loss() -> torch.Tensor:
+        return model(ids, labels=ids, **mine).loss
+
+    assert backbone.train()(ids, labels=ids).loss != backbone(ids, labels=ids).loss
+    model = open_gates(CombForCausalLM.from_backbone(backbone, num_encoder_layers=2))
+    wanted = loss()
+    wanted.backward()
+    exact = {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
+    for checkpointing in (False, True):
+        model.train().zero_grad()
+        if checkpointing:
+            model.gradient_checkpointing_enable()
+        found = loss()
+        found.backward()
+        assert found == wanted
+        assert_same({name: p.grad for name, p in model.named_parameters() if p.grad is not None}, exact)
+    assert not any(module.training for module in model.eval().modules())
 
 
 def test_checkpointing_really_recomputes(monkeypatch: pytest.MonkeyPatch) -> None:

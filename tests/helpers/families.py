@@ -77,6 +77,7 @@ LINK_FAMILIES: dict[str, Callable[[], Any]] = {
     "gptj": _config("GPTJConfig", vocab_size=128, n_embd=32, n_layer=3, n_head=4, rotary_dim=4, n_positions=256,
                     bos_token_id=1, eos_token_id=2),
     "deepseek_v3": _config("DeepseekV3Config", **{**BASE, **MLA}, q_lora_rank=None),
+    "nanochat": _config("NanoChatConfig", **BASE),
     "bloom": _config("BloomConfig", vocab_size=128, hidden_size=32, n_layer=3, n_head=4),
     "mpt": _config("MptConfig", vocab_size=128, d_model=32, n_layers=3, n_heads=4, max_seq_len=256, bos_token_id=1),
     "falcon": _config("FalconConfig", vocab_size=128, hidden_size=32, num_hidden_layers=3, num_attention_heads=4,
