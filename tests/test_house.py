@@ -168,7 +168,6 @@ SET_NOWHERE = {
     "data.seed": "a result is worth something if another seed gives it too",
     "train.bf16": "of a GPU without DeepSpeed, whose configurations have it",
     "train.kl_top_k": "the loss of docs/linktokens.md is defined with it",
-    "train.max_bad_steps": "of a run that mustn't stop",
     "train.max_grad_norm": "tests compare gradients as they are; the large recipes spell it out",
     "train.save_total_limit": "of a disk that is too small, or a run that must keep all",
     "train.seed": "as data.seed",

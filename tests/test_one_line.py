@@ -290,7 +290,7 @@ def test_what_a_file_says_wrongly(
         "info": ["info", name],
         "doctor": ["doctor", name],
         "random": ["doctor", name, "--random"],
-        "eval": ["eval", name, *JSONL, "--methods", "full"],
+        "eval": ["eval", name, "data=data.jsonl", "--methods", "full"],
         "own": ["eval", name],  # on the data that it was trained with
         "bench": ["bench", "methods", "--model", name, *JSONL],
         "answers": ["answers", config(place, name), "--engine", "transformers"],
@@ -328,7 +328,7 @@ def test_an_answer_is_never_made_from_nan(place: Path, capsys: pytest.CaptureFix
 
     weights(overflow)(place / "model")
     for command in (["ask", "model", "why?"], ["ask", "model", "--method", "naive", "--doc", "d.txt", "why?"],
-                    ["eval", "model", *JSONL, "--methods", "full"]):  # fmt: skip
+                    ["eval", "model", "data=data.jsonl", "--methods", "full"]):  # fmt: skip
         assert "NaN" in line_of(capsys, *command)
 
 
@@ -447,7 +447,7 @@ def test_files_that_a_command_opens(place: Path, capsys: pytest.CaptureFixture[s
         ("there is no file or folder 'gone.jsonl'", "train", config(place), "data.path=gone.jsonl"),
         ("'model' is no COMB adapter", "serve", "model"),
         ("'modl': there is no such folder", "serve", "modl", "--method", "naive"),
-        ("out.json is a folder, where a file is to be written", "eval", "model", *JSONL, "--out", "out.json"),
+        ("out.json is a folder, where a file is to be", "eval", "model", "data=data.jsonl", "--out", "out.json"),
         ("no folder that can be written to", "bench", "methods", "--model", "model", *JSONL, "--out", "file/x.json"),
         ("no folder that can be written to", "train", config(place), "train.output_dir=file/x"),
         ("has no config.json", "convert", "out.json", "there"),

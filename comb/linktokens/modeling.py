@@ -126,7 +126,8 @@ class LinkTokensForCausalLM(AdapterModel, GenerationMixin):
         """The backbone's forward; with `segments`, over rows whose documents are linked behind their link tokens.
 
         A document's tokens see the link tokens and their document, all other tokens everything in front of them.
-        Positions are those of the linked prompt. It is what method ``linktokens`` computes, with gradients.
+        Positions are those of the linked prompt. It is what method ``linktokens`` computes, with gradients, but for the
+        first token of a prompt that begins with a document: here it is compiled, there recomputed.
 
         Args:
             input_ids: [B, T]; link tokens aren't among them.

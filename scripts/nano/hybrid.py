@@ -14,8 +14,9 @@ import json
 import logging
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import asdict, dataclass
+from pathlib import Path
 
 import torch
 from torch import Tensor, nn
@@ -27,7 +28,6 @@ from comb_training.nano.world import World
 from scripts.nano.evaluate import exact_match
 from scripts.nano.packing import EncodedScene, PackedRows, encode, pack
 from scripts.nano.pretrain import STAGES, Optimizers, loss_of, versions
-from scripts.nano.recipe_options import parse_recipe
 
 logger = logging.getLogger(__name__)
 
@@ -36,7 +36,7 @@ LINEAR = (0, 3, 4)
 
 @dataclass(frozen=True)
 class HybridRecipe:
-    """Everything that decides the checkpoint; the command line is made from these fields."""
+    """Everything that decides the checkpoint."""
 
     seed: int = 0
     matching_steps: int = 200
@@ -157,10 +157,10 @@ def distil(model: BambaForCausalLM, nano: LlamaForCausalLM, stream: Iterator[Pac
         bar.set_postfix(loss=f"{loss.item():.3f}")
 
 
-def main(argv: Sequence[str] | None = None) -> None:
+def main() -> None:
     """Train from the nano and the seed, evaluate with plain greedy generation, write the checkpoint."""
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(name)s %(message)s")
-    recipe, output = parse_recipe(HybridRecipe(), HYBRID_CHECKPOINT, __doc__, argv)
+    recipe, output = HybridRecipe(), Path(sys.argv[1]) if sys.argv[1:] else HYBRID_CHECKPOINT
     torch.set_num_threads(recipe.threads)
     started = time.monotonic()
     tokenizer = AutoTokenizer.from_pretrained(CHECKPOINT)
@@ -175,7 +175,6 @@ def main(argv: Sequence[str] | None = None) -> None:
     model.save_pretrained(output)
     tokenizer.save_pretrained(output)
     metadata = {
-        "argv": list(sys.argv[1:] if argv is None else argv),
         "recipe": asdict(recipe),
         "linear_layers": list(LINEAR),
         "seconds": round(time.monotonic() - started),

@@ -15,6 +15,7 @@ import sys
 import time
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
+from pathlib import Path
 
 import torch
 from torch import Tensor, nn
@@ -25,7 +26,6 @@ from comb_training.nano import CHECKPOINT, LEDGER_CHECKPOINT, Scene
 from comb_training.nano.world import LARGEST_LEDGER, ledger
 from scripts.nano.packing import encode
 from scripts.nano.pretrain import Optimizers, versions
-from scripts.nano.recipe_options import parse_recipe
 
 logger = logging.getLogger(__name__)
 
@@ -36,7 +36,7 @@ STAGES = ((2, 2, 4), (4, 3, 6), (6, 4, 8), (8, 5, 12), LARGEST_LEDGER)
 
 @dataclass(frozen=True)
 class LedgerRecipe:
-    """Everything that decides the checkpoint; the command line is made from these fields."""
+    """Everything that decides the checkpoint."""
 
     seed: int = 0
     max_steps: int = 6000
@@ -120,10 +120,10 @@ def train(model: Qwen3_5ForCausalLM, tokenizer: PreTrainedTokenizerFast, recipe:
     return {"steps": steps + 1, "stage": stage, "accuracy": round(accuracy, 4)}
 
 
-def main(argv: Sequence[str] | None = None) -> None:
+def main() -> None:
     """Train from the seed, write the checkpoint."""
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(name)s %(message)s")
-    recipe, output = parse_recipe(LedgerRecipe(), LEDGER_CHECKPOINT, __doc__, argv)
+    recipe, output = LedgerRecipe(), Path(sys.argv[1]) if sys.argv[1:] else LEDGER_CHECKPOINT
     torch.set_num_threads(recipe.threads)
     begun = time.monotonic()
     tokenizer = AutoTokenizer.from_pretrained(CHECKPOINT)
@@ -134,7 +134,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     model.save_pretrained(output)
     tokenizer.save_pretrained(output)
     metadata = {
-        "argv": list(sys.argv[1:] if argv is None else argv), "recipe": asdict(recipe), "full_layers": list(FULL),
+        "recipe": asdict(recipe), "full_layers": list(FULL),
         "seconds": round(time.monotonic() - begun), "parameters": model.num_parameters(), "versions": versions(),
         "training": result,
     }  # fmt: skip

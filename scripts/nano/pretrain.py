@@ -11,7 +11,7 @@ import logging
 import platform
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
@@ -27,7 +27,6 @@ from comb_training.nano.world import KINDS, World
 from scripts.nano.evaluate import exact_match, row_match
 from scripts.nano.initialise import build_model
 from scripts.nano.packing import PackedRows, encode, pack
-from scripts.nano.recipe_options import parse_recipe
 from scripts.nano.tokenizer import train_tokenizer
 
 logger = logging.getLogger(__name__)
@@ -52,7 +51,7 @@ class Stage:
 
 @dataclass(frozen=True)
 class PretrainRecipe:
-    """Everything that decides the checkpoint; the command line is made from these fields."""
+    """Everything that decides the checkpoint."""
 
     seed: int = 0
     warmup_steps: int = 600
@@ -275,16 +274,16 @@ def versions() -> dict[str, str]:
     }
 
 
-def main(argv: Sequence[str] | None = None) -> None:
+def main() -> None:
     """Train from the seed, evaluate with plain greedy generation, write the checkpoint."""
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(name)s %(message)s")
-    recipe, output = parse_recipe(PretrainRecipe(), CHECKPOINT, __doc__, argv)
+    recipe, output = PretrainRecipe(), Path(sys.argv[1]) if sys.argv[1:] else CHECKPOINT
     torch.set_num_threads(recipe.threads)
     trainer = Trainer(recipe, output)
     trainer.run()
     result = exact_match(trainer.model, trainer.tokenizer, num_scenes=100, seed=20_000)
     logger.info("held-out greedy generation: %s", result)
-    metadata = {"argv": list(sys.argv[1:] if argv is None else argv), **trainer.metadata, "held_out_generate": result}
+    metadata = {**trainer.metadata, "held_out_generate": result}
     (output / "training.json").write_text(json.dumps(metadata, indent=2) + "\n")
 
 

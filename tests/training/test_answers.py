@@ -177,29 +177,6 @@ def test_other_weights_settings_or_prompts_are_other_answers(
     assert generated == []
 
 
-def test_weights_have_one_name_whatever_the_threads_and_another_after_any_change() -> None:
-    model = llama()
-    threads = torch.get_num_threads()
-    names = set()
-    try:
-        for count in (1, 2):
-            torch.set_num_threads(count)
-            names.add(generate.weights_name(model))
-    finally:
-        torch.set_num_threads(threads)
-    assert len(names) == 1
-    for change in (
-        lambda weight: weight[3, 5].add_(2**-20), lambda weight: weight.copy_(weight.flip(0)),
-        lambda weight: weight.neg_(),
-    ):  # fmt: skip
-        other = llama()
-        with torch.no_grad():
-            change(other.model.layers[0].self_attn.q_proj.weight)
-        names.add(generate.weights_name(other))
-    names.add(generate.weights_name(llama().to(torch.bfloat16)))
-    assert len(names) == 5
-
-
 def test_an_answer_ends_at_a_stop_character_where_no_template_ends_it() -> None:
     tokenizer = byte_tokenizer()
     builder = PromptBuilder(tokenizer, prefix="Answer.\n", stop='"\n')

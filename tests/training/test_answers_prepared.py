@@ -15,7 +15,8 @@ import torch
 import yaml
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from comb_training.answers import answer_prepared, choose_engine, engines, generate
+from comb.backbones.identity import weights_fingerprint
+from comb_training.answers import answer_prepared, choose_engine, engines
 from comb_training.answers.engines import TransformersEngine
 from comb_training.answers.store import METADATA, StoredAnswer
 from comb_training.cli.answers import engine_option
@@ -248,4 +249,4 @@ def test_vllm_says_what_transformers_says(tmp_path: Path, monkeypatch: pytest.Mo
     assert {ours.target[-1] for ours, _ in pairs} == {3}
     [part] = (tmp_path / "b" / "answers").iterdir()
     assert made_by(part)["engine"] == targets.answered.engine
-    assert generate.weights_name(run.model.backbone) in targets.answered.settings.identity
+    assert weights_fingerprint(run.model.backbone, settings=False) in targets.answered.settings.identity

@@ -42,8 +42,6 @@ def test_values_and_overrides(tmp_path: Path) -> None:
         ("trian: {steps: 1}", r"run.yaml: unknown key trian; did you mean train\?"),
         ("model: {path: x}", r"unknown key model.path; did you mean data.path\?"),
         ("train: {zzz: 1}", "unknown key train.zzz; known keys: .*learning_rate"),
-        ("eval: {timing_examples: 0}", "run.yaml: eval.timing_examples is no key any more: times are those of 8"),
-        ("train: {stages: [{name: a}]}", "run.yaml: train.stages is no key any more: .*model.init_from=FOLDER"),
         ("train: {steps: many}", "run.yaml: train.steps must be a whole number, not 'many'"),
         ("train: {steps: true}", "train.steps must be a whole number, not True"),
         ("train: {steps: 1.5}", "train.steps must be a whole number, not 1.5"),

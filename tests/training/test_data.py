@@ -210,8 +210,8 @@ def test_nano_is_generated_and_seeded() -> None:
         read_dataset("nano", Path(__file__))
     with pytest.raises(ValueError, match="train and heldout"):
         read_dataset("nano", split="all")
-    with pytest.raises(ValueError, match="fewest_documents"):
-        read_dataset("nano", fewest_documents=5, most_documents=2)
+    with pytest.raises(ValueError, match="num_documents must be at least 1, not 0"):
+        read_dataset("nano", num_documents=0)
 
 
 def test_unknown_names_options_and_files_are_clear_errors(tmp_path: Path) -> None:

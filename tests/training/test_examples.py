@@ -4,16 +4,12 @@ from __future__ import annotations
 
 import importlib.util
 import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from comb import CombForCausalLM
-from tests.helpers.fake_hub import fake_hub
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 
@@ -41,7 +37,7 @@ def test_chat(capsys: pytest.CaptureFixture[str]) -> None:
     assert "'vell': 'continued', 'marta': 'compiled'" in second
 
 
-def test_train_and_publish(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_train(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     towns = {"Anna": "Rome", "Bo": "Oslo", "Cleo": "Bern", "Dan": "Kiel", "Eve": "Rome", "Finn": "Oslo", "Gus": "Bern"}
     rows = [
         {"documents": [f"{name} works in {town}."], "query": f"Where does {name} work?", "answer": town}
@@ -57,14 +53,3 @@ def test_train_and_publish(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -
     trained = CombForCausalLM.from_pretrained(folder)
     assert len(trained.encoder.layers) == 2
     assert len(trained.config.cross_attention_layers) == 2
-    with fake_hub() as hub:
-        environment = {"HF_ENDPOINT": hub.url, "HF_HOME": str(tmp_path / "hf"), "HF_TOKEN": "hf_mine"}
-        environment |= {"HF_HUB_OFFLINE": "0", "HF_HUB_DISABLE_XET": "1"}
-        published = subprocess.run(
-            [sys.executable, EXAMPLES / "publish.py", folder, "me/mine"], env=os.environ | environment,
-            capture_output=True, text=True, timeout=300, check=False,
-        )  # fmt: skip
-        assert published.returncode == 0, published.stderr
-        assert "model.safetensors" in hub.repositories["me/mine"].files
-    assert "/me/mine/commit/" in published.stdout
-    assert "trainable params" in published.stdout

@@ -149,20 +149,3 @@ def test_training_with_a_teacher_comes_nearer_to_it(tmp_path: Path) -> None:
         ends[weight] = teacher_divergence(model, rows)
     assert ends[100.0] < 0.5 * before
     assert ends[100.0] < 0.5 * ends[0.0]  # the control: the answers alone pull elsewhere
-
-
-def test_the_loss_does_not_depend_on_the_split_into_batches(tmp_path: Path) -> None:
-    losses = []
-    for rows, accumulation in ((12, 1), (5, 3)):
-        settings: dict[str, Any] = {"steps": 1, "batch_size": rows, "gradient_accumulation_steps": accumulation}
-        run = trainer(comb_model(gate=0.5), tmp_path, kl_weight=1.0, **settings)
-        run.train()
-        losses.append(run.losses[0][1])
-    assert losses[0] == pytest.approx(losses[1], rel=1e-5)
-
-
-def test_prompts_that_the_teacher_cannot_read_are_refused(tmp_path: Path) -> None:
-    long = TrainingExample(Prompt((2,), ((5,) * 70, (6,) * 70), (3,)), (4,), "long one")
-    with pytest.raises(ValueError, match=r"1 examples are longer .*128 positions, .*long one"):
-        trainer(comb_model(), tmp_path, [*examples(), long], kl_weight=1.0)
-    trainer(comb_model(), tmp_path, [*examples(), long])

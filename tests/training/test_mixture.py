@@ -295,7 +295,7 @@ def test_a_run_tells_of_each_set_and_one_set_alone_is_evaluated(tmp_path: Path) 
     assert told["tokens"]["document_tokens"].keys() == {"min", "median", "p90", "max", "total"}
     assert told["data"]["sets"]["a"]["kept"] == 18
     arguments = ["eval", str(tmp_path / "out"), "--out", str(tmp_path / "r.json")]
-    for more, sets in (((), {"a", "b"}), (("--dataset", "b"), {"b"})):
+    for more, sets in (((), {"a", "b"}), (("data=b",), {"b"})):
         result = invoke(*arguments, *more)
         assert result.exit_code == 0, result.output
         written = json.loads((tmp_path / "r.json").read_text())

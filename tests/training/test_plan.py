@@ -222,20 +222,14 @@ def test_a_text_of_one_s_own_counts_as_long_as_it_is(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("arguments", "message"),
+    ("argument", "message"),
     [
-        (("train.batch_quer_tokens=8",), "unknown key train.batch_quer_tokens; did you mean train.batch_query_tokens"),
-        (("train.batch_query_tokens=9",), r"alone has \d+ query tokens, more than train.batch_query_tokens=9"),
-        (("train.batch_document_tokens=20",), r"document tokens, more than train.batch_document_tokens=20"),
-        (("data.options={scenes: 2}", "train.gradient_accumulation_steps=1000"), "examples are too few"),
-        (("train.deepspeed=configs/deepspeed/zero9.json",), r"zero9.json' is no DeepSpeed configuration"),
-        (("model.cross_attention_layers=[2, 99]",), "99"),
-        (("data.chat_template_kwargs={enable_thinking: true}",), "chat_template_kwargs"),
+        ("train.batch_query_tokens=9", r"alone has \d+ query tokens, more than train.batch_query_tokens=9"),
+        ("data.chat_template_kwargs={enable_thinking: true}", "chat_template_kwargs"),
     ],
 )
-def test_mistakes_are_errors(arguments: tuple[str, ...], message: str) -> None:
-    small = () if any("scenes" in argument for argument in arguments) else ("data.options={scenes: 20}",)
-    result = dry_run(str(CONFIGS["nano"]), *small, *arguments)
+def test_mistakes_are_errors(argument: str, message: str) -> None:
+    result = dry_run(str(CONFIGS["nano"]), "data.options={scenes: 20}", argument)
     assert isinstance(result.exception, ValueError), result.output
     assert re.search(message, str(result.exception)), result.exception
 

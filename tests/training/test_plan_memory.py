@@ -12,7 +12,6 @@ import torch
 from transformers import AutoModelForCausalLM, LlamaConfig, Qwen3Config
 
 from comb import CombForCausalLM, LinkTokensForCausalLM, Prompt
-from comb.bench.context_length import peak_memory
 from comb.model.lora import add_lora
 from comb_training.config import TrainConfig
 from comb_training.data.batches import Collator, TrainingExample
@@ -30,6 +29,7 @@ from comb_training.plan.memory import (
 )
 from comb_training.trainer.losses import target_logits_only, target_loss
 from comb_training.trainer.sampler import BatchSampler
+from tests.helpers.peak_memory import peak_memory
 
 SIZES = {
     "vocab_size": 128, "hidden_size": 64, "intermediate_size": 160, "num_hidden_layers": 4, "num_attention_heads": 4,
@@ -129,7 +129,7 @@ def test_weights_gradients_and_moments_are_exact(bf16: bool, lora: bool) -> None
     }
     assert len(moments) == 2 * len(trained)
     # AdamW's temporary; a step counter of four bytes per tensor comes on top
-    assert peak_memory("cpu", optimizer.step) == pytest.approx(memory.temporaries, rel=0.01)
+    assert peak_memory(optimizer.step) == pytest.approx(memory.temporaries, rel=0.01)
 
 
 MANY_WORDS = {**SIZES, "vocab_size": 4000}
@@ -154,7 +154,7 @@ def test_activations_are_within_the_stated_factor(case: str, checkpointing: bool
         model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
     step = comb_step(model, shape, autocast=bf16)
     step()  # gradients are there from now on
-    peak = peak_memory("cpu", step)
+    peak = peak_memory(step)
     assert peak / FACTOR <= step.estimate(shape.of_pass, checkpointing=checkpointing) <= peak * FACTOR
     # the other way of running is told apart, and so is a batch without what decides it
     if case == "all alike":
@@ -184,7 +184,7 @@ def test_activations_behind_a_front_are_within_the_stated_factor(case: str) -> N
     sampler = BatchSampler(examples, TrainConfig(method="linktokens", batch_size=len(examples)))
     size = PassSize.of_data(sampler, examples, model)
     assert (size.rows, size.queries) == (len(examples), step.batch["input_ids"].numel())
-    peak = peak_memory("cpu", step)
+    peak = peak_memory(step)
     assert peak / FACTOR <= step.estimate(size) <= peak * FACTOR
     if decisive is not None:
         assert step.estimate(replace(size, **{decisive: 0})) < peak / FACTOR

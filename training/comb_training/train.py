@@ -11,6 +11,7 @@ import sys
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -92,11 +93,21 @@ def run_training(
     if prepared is not None and distributed.is_main():
         prepared(run)
     heldout: Sequence[TrainingExample] = []
+    theirs, also_trained_on = set[tuple[int, ...]](), 0  # held-out questions' documents
     if config.eval.limit:  # measured before the first step, behind the last and, with `train.eval_steps`, in between
         heldout, counts = tokenized(config, run.builder, run.model, split="heldout", limit=config.eval.limit)
         logger.info("held-out data: %s", counts)
         if not heldout:
             raise ValueError(f"no held-out example is left to measure on ({counts}); eval.limit=0 measures nothing")
+        # rows stay whole in the split, but retrieval brings a document into many of them
+        theirs = {segment for example in heldout for segment in example.segments}
+        also_trained_on = len(theirs.intersection(chain.from_iterable(each.segments for each in run.examples)))
+        if also_trained_on and distributed.is_main():
+            logger.warning(
+                "%d of %d documents of the held-out questions stand in rows that are trained on, too: their scores say "
+                "little of new documents (rows of one `group` stay on one side; or hold out a file, heldout.jsonl)",
+                also_trained_on, len(theirs),
+            )  # fmt: skip
     asked = run.examples
     if config.train.answers == "on_policy":  # not the data's answers, and how long they are isn't known yet
         asked = [replace(example, target=()) for example in asked]
@@ -133,10 +144,17 @@ def run_training(
         "steps": trainer.step,
         "seconds": round(trainer.schedule.used, 2),
         "answer_seconds": round(answer_seconds, 2),
-        "bad_batches": trainer.objective.bad_batches,
         "losses": trainer.losses,
         "ended_by": trainer.ended_by,
-        "heldout": {"examples": len(heldout), "start": measured[0], "end": measured[-1]} if measured else {},
+        "heldout": {
+            "examples": len(heldout),
+            "documents": len(theirs),
+            "also_trained_on": also_trained_on,
+            "start": measured[0],
+            "end": measured[-1],
+        }
+        if measured
+        else {},
         "heldout_losses": trainer.logged("eval_loss"),
         "heldout_kl": trainer.logged("eval_kl"),
         "heldout_closed": trainer.logged("eval_closed"),

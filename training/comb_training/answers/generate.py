@@ -13,10 +13,9 @@ from functools import cache
 from pathlib import Path
 from typing import Any, Protocol
 
-import torch
 from tqdm import tqdm
 
-from comb.backbones.adapter import backbone_fingerprint
+from comb.backbones.identity import weights_fingerprint
 from comb.backbones.loading import load_model, resolve_name
 from comb.backbones.tokenizer import load_tokenizer
 from comb.documents.datasets import Counts
@@ -36,7 +35,6 @@ PATIENCE = 600.0
 """Seconds without a new answer of other ranks after which a rank generates what is missing itself."""
 POLL_SECONDS = 0.5
 
-INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 ENGINES = ("auto", "transformers", "vllm")
 
 
@@ -293,7 +291,8 @@ def count_answers(answers: Sequence[StoredAnswer | None], counts: Counts, limit:
 def settings_of(backbone: Any, stops: Sequence[int], max_new_tokens: int, name: str = "") -> AnswerSettings:
     """The `AnswerSettings` of a loaded model."""
     dtype = str(backbone.dtype).removeprefix("torch.")
-    return AnswerSettings(name, weights_name(backbone), dtype, max_new_tokens, tuple(sorted(stops)))
+    weights = weights_fingerprint(backbone, settings=False)
+    return AnswerSettings(name, weights, dtype, max_new_tokens, tuple(sorted(stops)))
 
 
 def stop_token_ids(backbone: Any, tokenizer: Any, stop: str = "") -> tuple[int, ...]:
@@ -303,16 +302,3 @@ def stop_token_ids(backbone: Any, tokenizer: Any, stop: str = "") -> tuple[int, 
     ids = [configured] if isinstance(configured, int) else list(configured or ())
     ids += stopping_tokens(tokenizer, stop)
     return tuple(dict.fromkeys([int(tokenizer.eos_token_id), *map(int, ids)]))
-
-
-def weights_name(backbone: Any) -> str:
-    """Names the weights that answer, the same on every device and for any number of threads.
-
-    The fingerprint alone samples the embedding, which fine-tuning may leave alone. Sums of bit patterns are exact,
-    whatever the order they are added in; sums of the values are not.
-    """
-    digest = hashlib.sha256()
-    for parameter in backbone.parameters():
-        bits = parameter.detach().view(INTEGERS[parameter.element_size()])
-        digest.update(bits.sum(-1, dtype=torch.int64).cpu().numpy().tobytes())  # one sum per row
-    return f"{backbone_fingerprint(backbone)}-{digest.hexdigest()[:16]}"

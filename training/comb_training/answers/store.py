@@ -40,7 +40,7 @@ class AnswerSettings:
     """What a greedy answer depends on, beside its prompt."""
 
     model: str  # its name, for people; `weights` tells models apart
-    weights: str  # a name made from all weights (`weights_name`), their dtype included
+    weights: str  # `weights_fingerprint` without `settings`
     dtype: str
     max_new_tokens: int
     stop_token_ids: tuple[int, ...]

@@ -24,12 +24,11 @@ def evaluate(
     checkpoint: Annotated[str, typer.Argument(help="Adapter folder or Hub id; or a plain backbone.")],
     overrides: Annotated[
         list[str] | None,
-        typer.Argument(help="as for comb train: data=mine.jsonl, data.num_documents=8, ...", metavar="[KEY=VALUE]..."),
+        typer.Argument(
+            help="as for comb train: data=mine.jsonl (default: what it was trained on), data.num_documents=8, ...",
+            metavar="[KEY=VALUE]...",
+        ),
     ] = None,
-    dataset: Annotated[
-        str | None, typer.Option(help="The same as data=...; default: what the adapter was trained on.")
-    ] = None,
-    path: Annotated[str | None, typer.Option(help="The dataset's file or folder, where --dataset is a name.")] = None,
     methods: Annotated[str | None, typer.Option(help='Separated by commas; "none" asks without documents.')] = None,
     limit: Annotated[int | None, typer.Option(help="Questions at most.")] = None,
     split: Annotated[str, typer.Option(help="heldout, train or all.")] = "heldout",
@@ -41,24 +40,20 @@ def evaluate(
     settings = trained_config(checkpoint)
     given: list[str] = []
     same = True
-    named: str | list[Any] | None = dataset
+    named: str | list[Any] | None = None
     for item in overrides or []:
         key, _, value = item.partition("=")
-        if key != "data" or not isinstance(rows := yaml.safe_load(value), str | list):
-            given.append(item)
-        elif dataset is None:
+        if key == "data" and isinstance(rows := yaml.safe_load(value), str | list):
             named = rows
         else:
-            raise ValueError(f"--dataset {dataset} and {item} both say what is asked about: give one of them")
+            given.append(item)
     if named is not None:
-        settings, same = _asked_about(settings or Config(), named, path)
+        settings, same = _asked_about(settings or Config(), named)
         if not same and split == "heldout":
             console.print("asked is what a training on these rows would hold out; --split all asks all of them")
     elif settings is None:
         why = "has no training.json" if Path(checkpoint).is_dir() else "is no folder here with a training.json"
-        raise ValueError(f"{checkpoint} {why} that names its data: add data=FILE, or --dataset and --path")
-    elif path is not None:
-        given.append(f"data.path={json.dumps(path)}")
+        raise ValueError(f"{checkpoint} {why} that names its data: add data=FILE")
     if out is not None and out.suffix == ".png":
         raise ValueError(f"--out {out}: results are JSON, and their plot goes to {out}; name a .json file")
     override(settings, given)
@@ -90,7 +85,7 @@ def evaluate(
         show_heldout((read_training(checkpoint) or {}).get("heldout") or {})
 
 
-def _asked_about(settings: Config, named: str | Sequence[Any], path: str | None) -> tuple[Config, bool]:
+def _asked_about(settings: Config, named: str | Sequence[Any]) -> tuple[Config, bool]:
     """The settings with these rows, and whether they are what was trained on: that stays split as it was, so that none
     of it is called held out."""
     from comb_training.config import config_from_dict
@@ -99,14 +94,14 @@ def _asked_about(settings: Config, named: str | Sequence[Any], path: str | None)
 
     data = settings.data
     if isinstance(named, str):
-        wanted, trained_on = Source(None, named, path, {}), sources(data)
+        wanted, trained_on = Source(None, named, None, {}), sources(data)
         own = [entry for entry in data.mixture if named in (entry.name, entry.dataset)] or [
             entry for entry, source in zip(data.mixture, trained_on, strict=False) if source.reads_as(wanted)
         ]
         if own or data.dataset == named or (not data.mixture and trained_on[0].reads_as(wanted)):
-            return replace(settings, data=replace(data, mixture=tuple(own), path=path or data.path)), True
+            return replace(settings, data=replace(data, mixture=tuple(own))), True
     content = settings.to_dict()
-    return config_from_dict({**content, "data": other_rows(content["data"], named, path)}), False
+    return config_from_dict({**content, "data": other_rows(content["data"], named)}), False
 
 
 def check_methods(settings: Config) -> None:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import copy
 import difflib
+import logging
 from collections.abc import Hashable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import fields
@@ -30,25 +31,9 @@ from comb_training.config.sections import (
     other_rows,
 )
 
-SECTIONS: dict[str, type] = {"model": ModelConfig, "data": DataConfig, "train": TrainConfig, "eval": EvalConfig}
+logger = logging.getLogger(__name__)
 
-GONE = {
-    "data.cache": "rows are tokenised by each run; leave it out",
-    "data.cache_dir": "rows are tokenised by each run; leave it out",
-    "eval.batch_size": "questions are asked one by one; leave it out",
-    "eval.timing_examples": "times are those of 8 questions; leave it out",
-    "model.fit_passages": "heads start as copies; leave it out",
-    "train.adam_beta2": "it is 0.98",
-    "train.eval_answers": "questions are answered when the run is over, by eval.methods; leave it out",
-    "train.final_learning_rate": "the cosine ends at 0.02 of the peak",
-    "train.gate_learning_rate_multiplier": "gates learn 10 times as fast as the rest; leave it out",
-    "train.lora_alpha": "it is 16: LoRA's scale is 16 / train.lora_rank",
-    "train.lora_dropout": "there is none",
-    "train.run_name": "a run is called as its train.output_dir",
-    "train.stages": "a second run goes on from the adapter of the first, model.init_from=FOLDER",
-    "train.torch_compile": "leave it out",
-}
-"""Keys of earlier versions, and what to do instead. None says how an adapter is asked (`trained_config`)."""
+SECTIONS: dict[str, type] = {"model": ModelConfig, "data": DataConfig, "train": TrainConfig, "eval": EvalConfig}
 
 COMMAND_LINE = "the command line"
 
@@ -193,8 +178,6 @@ def _describe(mistake: Any) -> str:
     for part in location:
         if isinstance(part, int):
             name = name.replace(f".{part}", f"[{part}]", 1)
-    if mistaken == "unexpected_keyword_argument" and name in GONE:
-        return f"{name} is no key any more: {GONE[name]}"
     if mistaken == "unexpected_keyword_argument":
         *section, key = location
         kind = MixtureEntry if "mixture" in section else SECTIONS[section[0]] if section else Config
@@ -215,18 +198,22 @@ def _describe(mistake: Any) -> str:
 def trained_config(folder: str | Path) -> Config | None:
     """The configuration an adapter was trained with, from its training.json; None if there is none.
 
-    Its device is not that of this machine.
+    Its device is not that of this machine, and keys that there are no more say nothing of how it is asked.
     """
     record = read_training(folder)
     if record is None:
         return None
 
-    config = {}
+    config, gone = dict[str, Any](), list[str]()
     for section, keys in record["config"].items():
-        if isinstance(keys, dict):
-            passed_over = [key for key in keys if f"{section}.{key}" in (*GONE, "model.device")]
+        if section in SECTIONS and isinstance(keys, dict):
+            known = {field.name for field in fields(SECTIONS[section])}
+            gone += [f"{section}.{key}" for key in keys if key not in known]
             # an earlier version's method `block` trained a backbone, which is asked as any other
-            passed_over += ["method"] if keys.get("method") == "block" else []
-            keys = {key: value for key, value in keys.items() if key not in passed_over}
+            known -= {"device", "method"} if keys.get("method") == "block" else {"device"}
+            keys = {key: value for key, value in keys.items() if key in known}
         config[section] = keys
-    return config_from_dict(config, str(Path(folder) / TRAINING))
+    source = str(Path(folder) / TRAINING)
+    if gone:
+        logger.warning("%s: no keys any more, and passed over: %s", source, ", ".join(gone))
+    return config_from_dict(config, source)

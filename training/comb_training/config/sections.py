@@ -53,16 +53,12 @@ ROWS = (
 """Keys of `DataConfig` that say which rows are read; the others, how text is written, hold for other rows as well."""
 
 
-def other_rows(section: Mapping[str, Any], named: str | Sequence[Any], path: str | None = None) -> dict[str, Any]:
-    """The keys of a `data` section with these rows in the place of its own (``data=mine.jsonl``).
-
-    Args:
-        named: what `comb.documents.datasets.locate` finds, or a list of them: a mixture of all their rows.
-        path: of a registered dataset's name.
-    """
+def other_rows(section: Mapping[str, Any], named: str | Sequence[Any]) -> dict[str, Any]:
+    """The keys of a `data` section with the rows `named` in the place of its own (``data=mine.jsonl``): what
+    `comb.documents.datasets.locate` finds, or a list of that, a mixture of all their rows."""
     kept = {name: value for name, value in section.items() if name not in ROWS}
     if isinstance(named, str):
-        return kept | {"dataset": named, "path": path}
+        return kept | {"dataset": named}
     names = [_stem(each) if isinstance(each, str) else None for each in named]
     mixture = list(named)
     for place, name in enumerate(names):
@@ -258,8 +254,6 @@ class TrainConfig:
     """Mixed precision (autocast to bfloat16); under DeepSpeed its own configuration decides."""
     deepspeed: str | None = None
     """A DeepSpeed configuration (JSON), passed through as it is: see configs/deepspeed. Needs `torchrun`."""
-    max_bad_steps: AtLeastZero = 0
-    """Batches with a NaN or infinite loss that are left out (each is kept in a file) before the run stops."""
     seed: StrictInt = 0
     """Initialisation of new weights, and the order of the data."""
     answers: Literal["on_policy", "gold"] = "on_policy"

@@ -176,9 +176,9 @@ class Collator:
     """Pads rows on the right and gives equal documents of a batch the same tensor.
 
     Returns input_ids, attention_mask and labels ``[B, T]``, documents, per row a list of id tensors ``[tokens]``;
-    with `full_prompts` also full_prompts, the same rows with their documents in them (for a teacher that reads them),
-    and in it documents [B, T], true where those stand. With `exact_prefix` also prefix_tokens, per row the tokens in
-    front of the documents, which read none of them (`CombConfig`).
+    with `full_prompts` also full_prompts, the same rows with their documents in them (for a teacher that reads them).
+    With `exact_prefix` also prefix_tokens, per row the tokens in front of the documents, which read none of them
+    (`CombConfig`).
     """
 
     pad_token_id: int
@@ -191,11 +191,7 @@ class Collator:
         if self.exact_prefix:
             batch["prefix_tokens"] = [len(example.prompt.prefix) for example in examples]
         if self.full_prompts:
-            full = batch["full_prompts"] = self.rows([(example.prompt.flat, example) for example in examples])
-            full["documents"] = torch.zeros_like(full["input_ids"], dtype=torch.bool)
-            for row, example in enumerate(examples):
-                for position, length in example.prompt.spans:
-                    full["documents"][row, position : position + length] = True
+            batch["full_prompts"] = self.rows([(example.prompt.flat, example) for example in examples])
         tensors: dict[tuple[int, ...], Tensor] = {}
         for example in examples:
             for segment in example.segments:

@@ -24,10 +24,7 @@ class Spread:
 
     @classmethod
     def of(cls, values: Iterable[int]) -> Spread:
-        """All zero where there is none."""
         array = np.fromiter(values, dtype=np.int64)
-        if not len(array):
-            return cls(0, 0.0, 0.0, 0, 0)
         median, p90 = np.percentile(array, [50, 90])
         return cls(int(array.min()), round(float(median), 1), round(float(p90), 1), int(array.max()), int(array.sum()))
 
@@ -46,9 +43,6 @@ class TokenStatistics:
 
     @classmethod
     def of(cls, examples: Sequence[TrainingExample]) -> TokenStatistics:
-        """Raises ValueError if there is no example."""
-        if not examples:
-            raise ValueError("no example left to train on; see the counts of what was dropped")
         different: set[Sequence[int]] = set()
         rows = np.empty((4, len(examples)), dtype=np.int64)
         for index, example in enumerate(examples):

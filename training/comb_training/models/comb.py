@@ -117,12 +117,8 @@ class CombTraining(TrainingMethod):
         return model  # type: ignore[no-any-return]  # a `CombForCausalLM`
 
     def longest_row(self, model: CombForCausalLM, config: Config) -> int | None:
-        """Where the divergence is learned, the positions of the backbone that reads whole prompts, or
-        `data.max_prompt_tokens`."""
-        if not config.train.kl_weight:
-            return None
-        longest = prompt_limit(model.backbone) or sys.maxsize
-        return min(longest, config.data.max_prompt_tokens or longest)
+        """Only where the divergence is learned reads the backbone whole prompts."""
+        return super().longest_row(model, config) if config.train.kl_weight else None
 
     def bare(self, inputs: Mapping[str, Any]) -> dict[str, Any]:
         return {**inputs, "documents": None}

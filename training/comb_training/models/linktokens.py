@@ -74,8 +74,3 @@ class LinkTokensTraining(TrainingMethod):
     def row(self, example: TrainingExample) -> TrainingExample:
         """The same question as a row that holds its documents."""
         return replace(example, prompt=Prompt(example.prompt.flat, (), ()))
-
-    def longest_row(self, model: Any, config: Config) -> int:
-        """The backbone's positions, or `data.max_prompt_tokens`."""
-        longest: int = model.config.get_text_config().max_position_embeddings
-        return min(longest, config.data.max_prompt_tokens or longest)

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import inspect
 import os
+import sys
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -14,6 +15,7 @@ from typing import Any, ClassVar
 import torch
 
 from comb.backbones.loading import HUB_ARGUMENTS, load_model, resolve_name
+from comb.backbones.rotary import prompt_limit
 from comb.backbones.tokenizer import load_tokenizer
 from comb.documents.datasets import Counts
 from comb.registry import Registry
@@ -56,10 +58,11 @@ class TrainingMethod(ABC):
         """Of an example, the tokens that go through the backbone: what a batch's budget counts."""
         return example
 
-    @abstractmethod
     def longest_row(self, model: Any, config: Config) -> int | None:
-        """Tokens that an example may have with its documents and its answer; None where the backbone reads it without
-        documents alone."""
+        """Tokens that an example may have with its documents and its answer: the backbone's positions, or
+        `data.max_prompt_tokens`; None where the backbone reads it without documents alone."""
+        longest = prompt_limit(model.backbone) or sys.maxsize
+        return min(longest, config.data.max_prompt_tokens or longest)
 
     def fitting(
         self, examples: Sequence[TrainingExample], model: Any, config: Config, counts: Counts

@@ -68,7 +68,6 @@ class Question:
 
     query: str
     answer: str
-    hops: int
     kind: str
     supporting: tuple[int, ...]
 
@@ -233,18 +232,18 @@ class World:
                 for key, value in employer.facts.items():
                     query = self._random.choice(BRIDGE_QUERIES[key]).format(s=person.name)
                     answer = f"{first} {COMPANY_RELATIONS[key].answer.format(s=employer.name, v=value)}"
-                    yield Question(query, answer, 2, "two_document", (document, where[employer.name]))
+                    yield Question(query, answer, "two_document", (document, where[employer.name]))
         for company in companies:
             yield from self._direct(company, COMPANY_RELATIONS, "company", where[company.name])
         for document, moves in zip(order[len(people) + len(companies) :], stories, strict=True):
             for name, place in dict(moves).items():  # the last move of each person counts
                 answer = PLACE_ANSWER.format(s=name, v=place)
-                yield Question(PLACE_QUERY.format(s=name), answer, 1, "story", (document,))
+                yield Question(PLACE_QUERY.format(s=name), answer, "story", (document,))
 
     def _direct(self, entity: _Entity, relations: dict[str, Relation], kind: str, document: int) -> Iterator[Question]:
         for key, value in entity.facts.items():
             query = self._random.choice(relations[key].queries).format(s=entity.name)
-            yield Question(query, relations[key].answer.format(s=entity.name, v=value), 1, kind, (document,))
+            yield Question(query, relations[key].answer.format(s=entity.name, v=value), kind, (document,))
 
 
 LARGEST_LEDGER = (10, 6, 16)
@@ -272,5 +271,5 @@ def ledger(rng: random.Random, names: int, documents: int, entries: int, questio
         texts.append(" ".join(lines))
     asked = ((name, *now[name]) for name in rng.sample(sorted(now), min(questions, len(now))))
     return Scene(
-        tuple(texts), tuple(Question(f"Where is {name}?", f" {place}", 1, "story", (by,)) for name, place, by in asked)
+        tuple(texts), tuple(Question(f"Where is {name}?", f" {place}", "story", (by,)) for name, place, by in asked)
     )

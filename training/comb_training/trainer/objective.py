@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable, Sequence
 from itertools import accumulate
 from pathlib import Path
@@ -21,34 +20,23 @@ from comb_training.trainer.accelerator import engine_autocast
 from comb_training.trainer.checkpoints import TrainingDivergedError
 from comb_training.trainer.losses import Teacher, target_logits_only, target_loss, token_losses
 
-logger = logging.getLogger(__name__)
-
 
 class Objective:
-    """The loss of batches of `model`'s training.
-
-    A batch whose loss is not a number on some rank adds nothing to any gradient, up to `config.max_bad_steps`.
-    """
+    """The loss of batches of `model`'s training."""
 
     def __init__(self, model: Any, config: TrainConfig) -> None:
         self.model = model
         self.config = config
-        self.bad_batches = 0  # that were left out
-        self._bad_now = False
-        for parameter in model.parameters():
-            if parameter.requires_grad:
-                parameter.register_hook(self._unless_bad)
 
     def __call__(self, wrapped: nn.Module, batch: dict[str, Any], targets: float, *, step: int, rate: float) -> Tensor:
         """The batch's share of the step's loss: the sum over its target tokens divided by `targets`. Collective. Raises
-        TrainingDivergedError if the loss is not a number once too often.
+        TrainingDivergedError if the loss is not a number on some rank.
 
         Args:
             wrapped: the model as it is called in training (DDP's or DeepSpeed's).
             targets: target tokens of the whole step, on all ranks.
             step, rate: for the error: which step this is, and its learning rate.
         """
-        self._bad_now = False
         inputs = dict(batch)
         labels, prompts = inputs.pop("labels"), inputs.pop("full_prompts", None)
         teacher = self.ask_teacher(prompts) if prompts is not None else None
@@ -59,21 +47,16 @@ class Objective:
         finite = bool(torch.isfinite(loss))
         if distributed.all_true(finite):
             return loss
-        self._bad_now = True
-        self.bad_batches += 1
         where: str | Path = "another rank"
         if not finite:
             where = Path(self.config.output_dir) / f"bad-batch-step-{step}-rank-{distributed.rank()}.pt"
             where.parent.mkdir(parents=True, exist_ok=True)
             torch.save({"step": step, "loss": loss.item(), "inputs": send_to_device(batch, "cpu")}, where)
-        message = f"the loss is {loss.item()} at step {step} (learning rate {rate:.2e}; the batch is kept in {where})"
-        if self.bad_batches > self.config.max_bad_steps:
-            raise TrainingDivergedError(
-                f"{message}: nothing was saved after the last checkpoint. Lower train.learning_rate, or look for NaN "
-                "in the weights the run started from"
-            )
-        logger.warning("%s: left out, %d of %d allowed", message, self.bad_batches, self.config.max_bad_steps)
-        return loss.nan_to_num(0.0, 0.0, 0.0)
+        raise TrainingDivergedError(
+            f"the loss is {loss.item()} at step {step} (learning rate {rate:.2e}; the batch is kept in {where}): "
+            "nothing was saved after the last checkpoint. Lower train.learning_rate, or look for NaN in the weights "
+            "the run started from"
+        )
 
     @torch.no_grad()
     def ask_teacher(self, prompts: dict[str, Tensor]) -> Teacher:
@@ -84,10 +67,6 @@ class Objective:
                 input_ids=prompts["input_ids"], attention_mask=prompts["attention_mask"], use_cache=False
             ).logits
         return Teacher.of(logits, labels, self.config.kl_top_k)
-
-    def _unless_bad(self, gradient: Tensor) -> Tensor | None:
-        # zero times NaN is NaN: what goes backward from a bad loss must be replaced, not scaled
-        return torch.zeros_like(gradient) if self._bad_now else None
 
 
 @torch.no_grad()

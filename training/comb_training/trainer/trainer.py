@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import json
 import logging
-import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import islice
 from pathlib import Path
@@ -51,8 +50,8 @@ logger = logging.getLogger(__name__)
 
 
 class CombTrainer:
-    """Trains what is trainable in `model` on tokenised examples, as `TrainConfig` says. Raises ValueError if nothing is
-    trainable, there is no example, or one has no documents or is over the budget.
+    """Trains what is trainable in `model` on tokenised examples, as `TrainConfig` says. Raises ValueError if there is
+    no example, or one is over the budget.
 
     Args:
         model: as `TrainingMethod.load` gives it.
@@ -76,24 +75,6 @@ class CombTrainer:
         self.model: Any = model
         if not examples:
             raise ValueError("no examples to train on")
-        if not all(example.segments for example in examples):
-            raise ValueError("an example without documents teaches nothing about them: leave it out")
-        if not any(parameter.requires_grad for parameter in model.parameters()):
-            raise ValueError("the model has no trainable parameter: make one with CombForCausalLM.from_backbone")
-        if config.eval_steps is not None and not heldout:
-            raise ValueError("train.eval_steps needs held-out examples, and there is none")
-        teaches = config.kl_weight > 0
-        if teaches:
-            backbone: Any = model.backbone
-            text_config = backbone.config.get_text_config()
-            limit = getattr(text_config, "max_position_embeddings", None) or sys.maxsize
-            long = [each for each in (*examples, *heldout) if len(each.prompt.flat) + len(each.target) > limit]
-            if long:
-                raise ValueError(
-                    f"{len(long)} examples are longer with their documents than the backbone's {limit} positions, "
-                    f"where train.kl_weight has them (example {long[0].id}, for one): leave them out, or lower "
-                    "data.num_documents or data.max_document_tokens"
-                )
         self.config = config
         self.examples = examples
         self.heldout = heldout
@@ -109,7 +90,7 @@ class CombTrainer:
         self.schedule = LearningRateSchedule(steps, config.max_seconds, config.warmup)
         pad = tokenizer.pad_token_id if tokenizer.pad_token_id is not None else tokenizer.eos_token_id
         self.collate = self.method.collator(
-            int(pad), full_prompts=teaches, exact_prefix=getattr(model.config, "exact_prefix", False)
+            int(pad), full_prompts=config.kl_weight > 0, exact_prefix=getattr(model.config, "exact_prefix", False)
         )
         self.accelerator = make_accelerator(config, use_cpu=use_cpu)
         plugin = self.accelerator.state.deepspeed_plugin
@@ -147,7 +128,7 @@ class CombTrainer:
         """Trains, from `checkpoint` on if there is one; a checkpoint of the last step is only loaded.
 
         Raises:
-            TrainingDivergedError: if the loss becomes NaN or infinite (see `TrainConfig.max_bad_steps`).
+            TrainingDivergedError: if the loss becomes NaN or infinite.
             CheckpointError: if a checkpoint can't be written.
         """
         if checkpoint is not None:
@@ -172,6 +153,7 @@ class CombTrainer:
             settle_engine(self._wrapped, self.model)
         if checkpoint is not None:
             folder = Path(checkpoint)
+            settings = [dict(group, params=None) for group in self.optimizer.param_groups]
             if self.sharded:
                 check_names(self.model, folder)
                 load_engine(self._wrapped, folder)
@@ -180,12 +162,15 @@ class CombTrainer:
                 with reading(folder, OPTIMIZER_NAME):
                     state = torch.load(folder / OPTIMIZER_NAME, map_location="cpu", weights_only=True)
                     self.optimizer.load_state_dict(state)
+            for group, its in zip(self.optimizer.param_groups, settings, strict=True):
+                group.update(its, params=group["params"])  # the configuration may have changed since
             path = folder / RANDOM_STATE.format(distributed.rank())
             if not path.is_file():
                 raise ValueError(f"{path} is not there: resume with as many processes as wrote the checkpoint")
             with reading(folder, path.name):
                 state = torch.load(path, weights_only=True)
                 torch.set_rng_state(state["cpu"])
+                self._loss += state["loss"]
             if torch.cuda.is_available() and state["cuda"]:
                 torch.cuda.set_rng_state_all(state["cuda"])
         self._set_learning_rates()
@@ -198,7 +183,7 @@ class CombTrainer:
 
     def _run(self, asked: Callable[[], str]) -> None:
         config, over = self.config, False
-        logged_at = self.step
+        logged_at = self.losses[-1][0] if self.losses else 0
         batches = self._batches()
         if self.step == 0:
             with self.log.paused("held-out, untrained"):
@@ -225,6 +210,7 @@ class CombTrainer:
                     self.evaluate()
             if not self.terminated and config.save_steps and (over or self.step % config.save_steps == 0):
                 self.save_checkpoint()
+            self.schedule.start()  # neither scoring nor saving is optimisation
 
     def _batches(self) -> Iterator[dict[str, Any]]:
         """This rank's batches from the step on that comes next, epoch after epoch without end."""
@@ -304,7 +290,8 @@ class CombTrainer:
             trained = trained_weights(self.model, sharded=self.sharded)
             check_finite(trained)
             cuda = torch.cuda.get_rng_state_all() if torch.cuda.is_available() else []
-            torch.save({"cpu": torch.get_rng_state(), "cuda": cuda}, path / RANDOM_STATE.format(distributed.rank()))
+            state = {"cpu": torch.get_rng_state(), "cuda": cuda, "loss": self._loss.item()}
+            torch.save(state, path / RANDOM_STATE.format(distributed.rank()))
             if self.sharded:
                 self._wrapped.save_checkpoint(str(path), exclude_frozen_parameters=True)
             if distributed.is_main():
@@ -312,9 +299,9 @@ class CombTrainer:
                 self.model.save_pretrained(path, tokenizer=self.tokenizer, state_dict=trained)
                 if not self.sharded:
                     torch.save(self.optimizer.state_dict(), path / OPTIMIZER_NAME)
-                state = {"global_step": self.step, "seconds": self.schedule.used, "log_history": self.log.history}
-                state |= {"settings": self.settings}
-                (path / TRAINER_STATE_NAME).write_text(json.dumps(state), encoding="utf-8")
+                run = {"global_step": self.step, "seconds": self.schedule.used, "log_history": self.log.history}
+                run |= {"settings": self.settings}
+                (path / TRAINER_STATE_NAME).write_text(json.dumps(run), encoding="utf-8")
         self._fresh = False
 
     def _read_state(self, folder: Path) -> None:

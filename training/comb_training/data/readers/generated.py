@@ -19,8 +19,6 @@ def read_nano(
     seed: int = 0,
     limit: int | None = None,
     num_documents: int | None = None,
-    fewest_documents: int = 4,
-    most_documents: int = 8,
     scenes: int = 2400,
     questions: int = 8,
 ) -> Dataset:
@@ -31,7 +29,7 @@ def read_nano(
     ValueError if a path is given, or the split is not "train" or "heldout".
 
     Args:
-        num_documents: documents per scene; None takes `fewest_documents` to `most_documents` in turn.
+        num_documents: documents per scene; None takes 4 to 8 in turn.
         scenes: how many scenes to draw (no more than `limit` needs).
         questions: questions asked at most over the documents of one scene.
     """
@@ -39,16 +37,14 @@ def read_nano(
         raise ValueError(f"dataset 'nano' is generated and reads no file; leave out data.path ({str(path)!r})")
     if split not in ("train", "heldout"):
         raise ValueError(f"dataset 'nano' has the splits train and heldout, not {split!r}")
-    if num_documents is not None:
-        fewest_documents = most_documents = num_documents
-    if not 1 <= fewest_documents <= most_documents:
-        raise ValueError(f"expected 1 <= fewest_documents <= most_documents, got {fewest_documents}, {most_documents}")
+    if num_documents is not None and num_documents < 1:
+        raise ValueError(f"num_documents must be at least 1, not {num_documents}")
     world = World(seed, split)
     examples: list[Example] = []
     for index in range(scenes):
         if limit is not None and len(examples) >= limit:
             break
-        scene = world.scene(fewest_documents + index % (most_documents - fewest_documents + 1), questions)
+        scene = world.scene(4 + index % 5 if num_documents is None else num_documents, questions)
         documents = tuple(map(Document, scene.documents))
         group = f"{split}:{seed}:{index}"
         for number, question in enumerate(scene.questions):

@@ -88,7 +88,7 @@ def _words(text: str) -> set[str]:
 
 
 @reader("nq_open", hub_id="google-research-datasets/nq_open")
-def read_nq_open(side: DatasetSide, *, num_documents: int = 10, gold_position: int | None = None) -> Iterable[Example]:
+def read_nq_open(side: DatasetSide, *, num_documents: int = 10) -> Iterable[Example]:
     """NQ-open with its gold passage (Liu et al. 2023, Lost in the Middle), from JSONL, gzipped or not.
 
     Rows ``{question, answers, ctxs: [{title, text, isgold}]}``. document: the gold passage, and gold passages of other
@@ -96,11 +96,8 @@ def read_nq_open(side: DatasetSide, *, num_documents: int = 10, gold_position: i
     ``answers``, all of them accepted. Split by the title of the gold passage.
 
     Args:
-        num_documents: documents per question, the gold one among them.
-        gold_position: where the gold passage stands, from 0; None draws it with the seed.
+        num_documents: documents per question, the gold one among them, at a place drawn with the seed.
     """
-    if gold_position is not None and not 0 <= gold_position < num_documents:
-        raise ValueError(f"expected 0 <= gold_position < num_documents, got {gold_position}, {num_documents}")
     rows = side.rows(_nq_row)
     passages = {row.documents[0]: row.group for row in rows}  # questions may share one
     pool = [(passage, group, str(passage.text).casefold()) for passage, group in passages.items()]
@@ -112,7 +109,7 @@ def read_nq_open(side: DatasetSide, *, num_documents: int = 10, gold_position: i
         drawn = [passage for passage, _, _ in draw(rng, pool, num_documents - 1, fits)]
         if len(drawn) < num_documents - 1:
             side.counts.truncate("fewer passages in the file than num_documents")
-        place = rng.randrange(len(drawn) + 1) if gold_position is None else min(gold_position, len(drawn))
+        place = rng.randrange(len(drawn) + 1)
         yield replace(row, documents=(*drawn[:place], row.documents[0], *drawn[place:]))
 
 

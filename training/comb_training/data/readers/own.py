@@ -46,9 +46,7 @@ def _files(side: DatasetSide, path: Path) -> tuple[list[Path], Split]:
              for kind in ("jsonl", "json", "csv", "parquet")]  # fmt: skip
     files = found[0] or found[1]
     if not files:
-        raise ValueError(
-            f"no .jsonl or .json file in {path}; a folder of parquet or CSV files is named hf://{path.resolve()}"
-        )
+        raise ValueError(f"no .jsonl or .json file in {path}; a folder of parquet files is named hf://{path.resolve()}")
     for file in chain.from_iterable(found):
         if file not in files:
             side.counts.note(f"file of another kind left out: {file.name}")
