@@ -2,20 +2,16 @@
 
 from __future__ import annotations
 
-import hashlib
 import json
 import os
-import socket
 import time
 import uuid
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 TEMPORARY_PREFIX = ".tmp-"
-FOREIGN_AGE_S = 86_400.0  # another host's process can't be asked for; nobody writes one file for a day
-
-_HOST = hashlib.sha256(socket.gethostname().encode()).hexdigest()[:8]
-_PROCESS = uuid.uuid4().hex[:8]  # tells us from an earlier process with our id (ids repeat in containers)
+ABANDONED_S = 86_400.0  # nobody writes one file for a day
 
 
 def read_text(path: str | Path) -> str:
@@ -49,7 +45,7 @@ def read_json(path: str | Path, remedy: str = "write or download it again") -> d
 
 def write_whole(path: Path, data: bytes) -> None:
     """Writes a file in one step, over one that is there. Raises OSError, and then leaves what was there."""
-    temporary = path.parent / f"{TEMPORARY_PREFIX}{_HOST}-{os.getpid()}-{_PROCESS}-{uuid.uuid4().hex}"
+    temporary = path.parent / f"{TEMPORARY_PREFIX}{uuid.uuid4().hex}"
     descriptor = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
     try:
         with os.fdopen(descriptor, "wb") as file:
@@ -63,20 +59,9 @@ def write_whole(path: Path, data: bytes) -> None:
 
 
 def is_abandoned(path: Path) -> bool:
-    """Whether `path` is a temporary file whose process is gone."""
-    if not path.name.startswith(TEMPORARY_PREFIX):
-        return False
-    try:
-        host, pid, process, _ = path.name.removeprefix(TEMPORARY_PREFIX).split("-")
-        if host != _HOST:
-            return path.stat().st_mtime < time.time() - FOREIGN_AGE_S
-        if int(pid) == os.getpid():
-            return process != _PROCESS
-        os.kill(int(pid), 0)
-    except (ProcessLookupError, OverflowError):
-        return True
-    except (OSError, ValueError):  # not ours to signal, hence alive; or vanished; or no name of ours
-        return False
+    """Whether `path` is a temporary file that nobody finishes any more."""
+    with suppress(FileNotFoundError):  # just finished, or deleted by another process
+        return path.name.startswith(TEMPORARY_PREFIX) and path.stat().st_mtime < time.time() - ABANDONED_S
     return False
 
 

@@ -7,15 +7,10 @@ ratios are taken within a repeat. Tokenisation and the store's look-up are not p
 
 from __future__ import annotations
 
-import json
-import os
 import statistics
-import tempfile
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from itertools import accumulate
-from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -27,8 +22,6 @@ from comb.evaluation.plot import Bars, Lines, Panel, in_order
 from comb.evaluation.table import Column, Row, TextTable, Timing, mebibytes, ms, or_refused, spread
 
 if TYPE_CHECKING:
-    import torch
-
     from comb.cache.picache import PICache
     from comb.evaluation.random_prompts import RandomPrompt
     from comb.methods.base import Method
@@ -53,7 +46,6 @@ def tables(rows: Sequence[Row]) -> list[TextTable]:
         Column("full/method", "speedup", spread, "cached times of full and the method in the same repeat, quartiles"),
         Column("computed", "computed_tokens", note="tokens that passed through the backbone, cached"),
         Column("cache MiB", "cache_bytes", mebibytes),
-        Column("peak MiB", "peak_memory_bytes", mebibytes, "what linking and the first token add"),
     )
     found = [TextTable("Time to first token against context length", columns, rows)]
     if last := _longest(rows):
@@ -176,56 +168,17 @@ def _warm_up(method: Method, picaches: Sequence[PICache], prompt: RandomPrompt) 
     """Lets everything lazy happen, and takes what isn't a time."""
     from comb.methods.prefix import prefixes_of
 
-    counts: list[tuple[int, int]] = []
-
-    def cached() -> None:
+    for _ in range(2 if method.name == "prefix" else 1):  # which keeps what it computed the first time
         state = method.link(picaches, prompt.query)
-        counts.append((sum(state.computed), state.recomputed_tokens))
         state.logits.argmax(-1).cpu()
-
-    if method.name == "prefix":
-        cached()
-    peak = peak_memory(method.backbone.device, cached)
     kept = sum(picache.nbytes for picache in picaches)
     if method.name == "prefix":
         kept = prefixes_of(method.backbone).nbytes
     # of `full` PICaches are token ids alone, which don't count
     kept = 0 if method.name == "full" else kept
-    computed, recomputed = counts[-1]
     return {
-        "computed_tokens": computed, "recomputed_tokens": recomputed, "peak_memory_bytes": peak, "cache_bytes": kept,
+        "computed_tokens": sum(state.computed), "recomputed_tokens": state.recomputed_tokens, "cache_bytes": kept,
     }  # fmt: skip
-
-
-def peak_memory(device: torch.device | str, work: Callable[[], Any]) -> int:
-    """Runs `work` and returns the peak of bytes that torch allocated on `device` on top of what it held before.
-
-    On CUDA the caching allocator counts. On the CPU, torch's profiler records every allocation and release of torch's
-    CPU allocator, so the result is exact and repeatable, and work is slower meanwhile; scratch memory that libraries
-    such as MKL take on their own is not in it.
-    """
-    import torch
-
-    device = torch.device(device)
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
-        before = torch.cuda.memory_allocated(device)
-        torch.cuda.reset_peak_memory_stats(device)
-        work()
-        torch.cuda.synchronize(device)
-        return int(torch.cuda.max_memory_allocated(device) - before)
-    # 6 is above every level: the profiler's own lines would stand between ours
-    os.environ.setdefault("KINETO_LOG_LEVEL", "6")
-    activities = [torch.profiler.ProfilerActivity.CPU]
-    with torch.profiler.profile(activities=activities, profile_memory=True) as profile:
-        work()
-    with tempfile.TemporaryDirectory() as folder:
-        trace = Path(folder) / "trace.json"
-        profile.export_chrome_trace(str(trace))
-        events = json.loads(trace.read_text(encoding="utf-8"))["traceEvents"]
-    changes = [event for event in events if event.get("name") == "[memory]" and event["args"]["Device Type"] == 0]
-    changes.sort(key=lambda event: event["args"]["Ev Idx"])
-    return max(accumulate((int(event["args"]["Bytes"]) for event in changes), initial=0))
 
 
 def _longest(rows: Sequence[Row]) -> list[Row]:

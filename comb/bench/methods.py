@@ -11,7 +11,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
-from functools import partial
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -21,7 +20,7 @@ from comb.bench.harness import BenchmarkReport, benchmark
 from comb.bench.options import Methods, QuestionOptions, split_methods
 from comb.documents.datasets import DATA
 from comb.documents.document import Example
-from comb.evaluation.plot import METRICS, Frontier, Panel, Quality
+from comb.evaluation.plot import Frontier, Panel, Quality
 from comb.evaluation.record import Journal
 from comb.evaluation.setting import NO_DOCUMENTS, AnswerRules, Setting, drop_too_long, read_sets
 from comb.evaluation.table import Row, TextTable
@@ -38,18 +37,10 @@ class MethodsOptions(QuestionOptions):
         str | None,
         typer.Option(help="the same as --dataset; with --config the folder of its sets' files, data by default"),
     ] = None
-    limit: Annotated[int, typer.Option("--questions", "--limit", min=1, help="questions per set that are answered")] = (
-        50
-    )
-    kl_questions: Annotated[
-        int | None,
-        typer.Option("--kl-questions", "--kl-examples", min=1, help="per set, of which KL is taken, if more"),
-    ] = None
-    timing_questions: Annotated[
-        int, typer.Option("--timing-questions", "--timing-examples", min=0, help="of which times are taken")
-    ] = 8
+    limit: Annotated[int, typer.Option("--questions", min=1, help="questions per set that are answered")] = 50
+    kl_questions: Annotated[int | None, typer.Option(min=1, help="per set, of which KL is taken, if more")] = None
+    timing_questions: Annotated[int, typer.Option(min=0, help="of which times are taken")] = 8
     max_new_tokens: Annotated[int | None, typer.Option(min=1, help="longest answer; else the set's, or 48")] = None
-    metric: Annotated[str, typer.Option(help=f"of the plot: {', '.join(METRICS)}")] = "f1"
 
 
 _OF_CONFIG = ("sets",)
@@ -75,10 +66,10 @@ def tables(rows: Sequence[Row]) -> list[TextTable]:
     return [table for name, own in _by_set(rows) for table in comparison_tables(own, name)]
 
 
-def panels(rows: Sequence[Row], metric: str) -> list[Panel]:
+def panels(rows: Sequence[Row]) -> list[Panel]:
     """For each set KL over computed tokens, and over bytes where methods keep other numbers of them.
 
-    Where times were taken KL over how much sooner the first token comes, and a score over its time, too.
+    Where times were taken KL over how much sooner the first token comes, and F1 over its time, too.
     """
     found: list[Panel] = []
     for name, own in _by_set(rows):
@@ -97,7 +88,7 @@ def panels(rows: Sequence[Row], metric: str) -> list[Panel]:
             if slow:
                 times = "first token, documents cached: times sooner than full recompute"
                 found.append(Frontier(shown, "sooner", times, name))
-            found.append(Quality(shown, metric, name))
+            found.append(Quality(shown, "f1", name))
     return found
 
 
@@ -105,7 +96,7 @@ def _by_set(rows: Sequence[Row]) -> list[tuple[str, list[Row]]]:
     return [(name, [row for row in rows if row["set"] == name]) for name in dict.fromkeys(row["set"] for row in rows)]
 
 
-@benchmark("methods", tables)
+@benchmark("methods", tables, panels)
 def compare_methods(options: MethodsOptions, report: BenchmarkReport) -> None:
     """Answers, KL to full recompute, times and bytes of every method; with --out a broken-off run goes on."""
     from comb.backbones.adapter import backbone_fingerprint, trained_method
@@ -113,10 +104,7 @@ def compare_methods(options: MethodsOptions, report: BenchmarkReport) -> None:
     from comb.evaluation.compare import compare, measure_times
     from comb.evaluation.summary import summarize
 
-    if options.metric not in METRICS:
-        raise ValueError(f"--metric is one of {', '.join(METRICS)}, not {options.metric!r}")
     given = split_methods(options.methods) if options.methods else every_method()
-    report.panels = partial(panels, metric=options.metric)
     report.heading = options.model
     report.facts["sets"] = {}
     for asked in question_sets(options, report):

@@ -290,19 +290,6 @@ def ring_overhead() -> list[Row]:
     return rows
 
 
-def prefill() -> list[Row]:
-    """MAC-Attention table 8: a made-up prompt of 1,024 tokens in chunks of 128, any earlier chunk's token may match."""
-    from comb.mac.streams import StreamSpec, make_stream, run_stream
-
-    rows = []
-    for tau, band in ((0.30, 64), (0.45, 16), (0.45, 32), (0.45, 64), (0.60, 64)):
-        stream = make_stream(StreamSpec(1, 1023, heads=4, kv_heads=1, drift=0.15))
-        config = MacConfig(window=1024, band=band, tau=tau, min_length=0).uncapped()
-        rows += [{"tau": tau, "band": band, "chunk": chunk, **run_stream(stream, config, chunk)} for chunk in (1, 128)]
-    return rows
-
-
 FORMULAS: dict[str, Callable[[], list[Row]]] = {
-    "addition_error": addition_error, "transition_bytes": transition_bytes,
-    "ring_overhead": ring_overhead, "prefill": prefill,
+    "addition_error": addition_error, "transition_bytes": transition_bytes, "ring_overhead": ring_overhead,
 }  # fmt: skip

@@ -19,10 +19,6 @@ from typing import Any, Generic, TypeVar
 V = TypeVar("V")
 
 
-class IntegrityError(AssertionError):
-    """An invariant of the cache is broken: a bug in it, not in its user."""
-
-
 @dataclass(eq=False)
 class IndexEntry(Generic[V]):
     """What one tier keeps under a key."""
@@ -213,23 +209,3 @@ class CacheIndex(Generic[V]):
         """What pinned entries take of the uppermost tier."""
         entries = next(iter(self.tiers.values())).entries
         return sum(entry.size for key in list(self.pins) if (entry := entries.get(key)) is not None)
-
-    def check_integrity(self) -> None:
-        """Raises IntegrityError naming the first broken invariant."""
-        for name, tier in self.tiers.items():
-            total = sum(entry.size for entry in (*tier.entries.values(), *self.held) if entry.tier == name)
-            check(f"{name}: {tier.used} counted as used equal the sum of entries {total}", tier.used == total)
-            check(f"{name}: {tier.used} used within the budget {tier.budget}", tier.admits(tier.used))
-            for key, entry in tier.entries.items():
-                there = (key, name) == (entry.key, entry.tier)
-                check(f"{name}: listed as {key}, is {entry.key} in {entry.tier}", there)
-                check(f"{name}: references of {key} >= 0", entry.references >= 0)
-        found = {id(entry) for tier in self.tiers.values() for entry in tier.entries.values()}
-        check("held entries are in use, and not found", all(e.references > 0 and id(e) not in found for e in self.held))
-        check("pins > 0", all(count > 0 for count in self.pins.values()))
-
-
-def check(invariant: str, holds: bool) -> None:
-    """Raises IntegrityError unless an invariant holds."""
-    if not holds:
-        raise IntegrityError(f"PICache index: broken invariant: {invariant}")

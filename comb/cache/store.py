@@ -31,7 +31,7 @@ from pathlib import Path
 
 import torch
 
-from comb.cache.index import CacheIndex, Claim, IndexEntry, check
+from comb.cache.index import CacheIndex, Claim, IndexEntry
 from comb.cache.picache import PICache
 from comb.cache.tiers import DiskTier, MemoryTier, StoreEntry
 
@@ -430,15 +430,3 @@ class PICacheStore:
                 pinned=len(self._index.pins),
                 removed_in_use=removed,
             )
-
-    def check_integrity(self) -> None:
-        """Raises IntegrityError naming the first broken invariant. Cheap enough to call whenever the engine is idle."""
-        with self._changed:
-            self._index.check_integrity()
-            for key, entry in [*self._device.entries.items(), *self._host.entries.items()]:
-                size = entry.value.nbytes
-                check(f"{key} counted as {entry.size} bytes, has {size}", size == entry.size)
-            check("no references on the host", not any(entry.references for entry in self._host.entries.values()))
-            check("no key on device and host at once", self._device.entries.keys().isdisjoint(self._host.entries))
-            ownerless = [key for key, claim in self._index.claims.items() if not claim.owner.is_alive()]
-            check(f"no key in flight without an owner: {ownerless}", not ownerless)

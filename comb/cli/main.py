@@ -42,9 +42,6 @@ ModelArgument = Annotated[str, typer.Argument(help="adapter folder, backbone fol
 BackboneOption = Annotated[str | None, typer.Option(help="load the adapter's backbone from here instead")]
 DtypeOption = Annotated[str, typer.Option(help="dtype to load weights in: auto, float32, bfloat16, float16")]
 DeviceOption = Annotated[str, typer.Option(help="device to run on: auto, cpu, cuda, cuda:1")]
-EncoderLayersOption = Annotated[
-    int | None, typer.Option(help="on a plain backbone, plan an encoder with so many layers of its own")
-]
 
 
 def _version(wanted: bool) -> None:
@@ -85,7 +82,6 @@ def info(
     backbone: BackboneOption = None,
     dtype: DtypeOption = "auto",
     device: DeviceOption = "auto",
-    encoder_layers: EncoderLayersOption = None,
     check: Annotated[bool, typer.Option(help="run the equivalence gate")] = True,
     placement: Annotated[
         str | None, typer.Option(help="measure on this dataset through which layers documents are read")
@@ -98,7 +94,7 @@ def info(
     from comb.cli.info import describe
     from comb.model.source import load_named
 
-    comb_model = _as_comb(load_named(model, backbone=backbone, dtype=dtype, device=device), encoder_layers)
+    comb_model = _as_comb(load_named(model, backbone=backbone, dtype=dtype, device=device))
     console.print(describe(comb_model))
     if placement is not None:
         from comb.evaluation.placement import describe_placement
@@ -115,7 +111,6 @@ def doctor(
     backbone: BackboneOption = None,
     dtype: DtypeOption = "auto",
     device: DeviceOption = "auto",
-    encoder_layers: EncoderLayersOption = None,
     methods: Annotated[str, typer.Option(help="methods to try: all, none, or names as in `comb bench`")] = "all",
     random: Annotated[
         bool, typer.Option("--random", help="try a small random model of this architecture; needs config.json only")
@@ -173,7 +168,7 @@ def doctor(
     console.print("[bold]encoder[/]")
     passed = True
     try:
-        passed = _gate(_as_comb(loaded, encoder_layers))
+        passed = _gate(_as_comb(loaded))
     except UnsupportedBackboneError as error:
         console.print(f"[yellow]none[/] {escape(str(error))}", soft_wrap=True)
     except Exception as error:  # what this model does with an encoder is a finding, whatever it is
@@ -197,13 +192,11 @@ def doctor(
         raise typer.Exit(1)
 
 
-def _as_comb(model: Any, encoder_layers: int | None) -> Any:
+def _as_comb(model: Any) -> Any:
     from comb.backbones.identity import backbone_of
     from comb.model.modeling import CombForCausalLM
 
-    if isinstance(model, CombForCausalLM):
-        return model
-    return CombForCausalLM.from_backbone(backbone_of(model), num_encoder_layers=encoder_layers)
+    return model if isinstance(model, CombForCausalLM) else CombForCausalLM.from_backbone(backbone_of(model))
 
 
 def _gate(model: Any) -> bool:
@@ -233,7 +226,6 @@ def ask(
         int | None,
         typer.Option(help=f"longest answer, in tokens; by default the model's own, or {DEFAULT_MAX_NEW_TOKENS}"),
     ] = None,
-    repeat: Annotated[int, typer.Option(min=1, help="ask again: the second time documents come from the cache")] = 1,
     cache: Annotated[Path | None, typer.Option(help="folder that keeps compiled documents between runs")] = None,
     mac: Annotated[
         str | None, typer.Option(help="reuse attention while decoding: context, generation, generation:band=128, ...")
@@ -273,10 +265,9 @@ def ask(
     with engine, ExitStack() as behind:
         if store is not None:
             behind.callback(store.flush)  # what was compiled is kept, whatever comes of the answer
-        for _ in range(repeat):
-            answer = engine.ask(question, documents=documents, encoder=encoder == "on", max_new_tokens=max_new_tokens)
-            typer.secho(answer.text, bold=True)  # rich makes spaces of tabs
-            console.print(f"[dim]{escape(str(answer.report))}[/]", soft_wrap=True)
+        answer = engine.ask(question, documents=documents, encoder=encoder == "on", max_new_tokens=max_new_tokens)
+        typer.secho(answer.text, bold=True)  # rich makes spaces of tabs
+        console.print(f"[dim]{escape(str(answer.report))}[/]", soft_wrap=True)
         if engine.executor is not None:
             console.print(f"[dim]{escape(f'workers {workers}: {engine.executor.stats}')}[/]", soft_wrap=True)
 

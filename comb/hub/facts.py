@@ -115,12 +115,8 @@ def _name(part: Mapping[str, Any]) -> str:
 
 
 def _sets(config: Any) -> Iterator[Mapping[str, Any]]:
-    """Every part of a configuration that names a dataset: those of a mixture, or the one there is; and of stages."""
-    if not isinstance(config, Mapping):
-        return
-    for stage in (config.get("train") or {}).get("stages") or ():
-        yield from _sets({"data": {"path": (config.get("data") or {}).get("path"), **stage["data"]}})
-    data = config.get("data")
+    """Every part of a configuration that names a dataset: those of a mixture, or the one there is."""
+    data = config.get("data") if isinstance(config, Mapping) else None
     if isinstance(data, Mapping):
         parts = data.get("mixture") or [data]
         yield from (part for part in parts if isinstance(part, Mapping) and isinstance(part.get("dataset"), str))

@@ -28,7 +28,6 @@ def compile_segment(
     token_ids: Sequence[int],
     *,
     seams: tuple[int, int],
-    leading: bool = False,
     front: Sequence[int] = (),
     dtype: torch.dtype = torch.float32,
 ) -> HybridPICache:
@@ -37,7 +36,6 @@ def compile_segment(
     Args:
         seams: tokens at its start and end that are recomputed whenever the segment is linked, and so are not kept. A
             segment that they cover is kept as token ids only.
-        leading: made for the very start of a prompt, where nothing is recomputed: all of it is kept.
         front: token ids that the segment runs behind, instead of alone. Its tokens know of them; what they added to
             states, and their own keys and values, is left out.
         dtype: of the states and dense transitions; logarithms of decays stay in float32.
@@ -49,10 +47,10 @@ def compile_segment(
     if not ids:
         raise ValueError("an empty segment can't be compiled: leave empty documents out")
     held = torch.tensor(ids)
-    start, end = (0, len(ids)) if leading else (seams[0], len(ids) - seams[1])
+    start, end = seams[0], len(ids) - seams[1]
     if start >= end:
         return HybridPICache(fingerprint, held, len(ids), len(ids))
-    before = [] if leading else list(front)
+    before = list(front)
     # causal: what stands behind the interior can't change it
     recording = record(model, before + ids[:end], len(before) + start)
     linear: dict[int, SegmentState] = {}
@@ -85,7 +83,7 @@ def compile_segment(
             except TransitionError as error:
                 raise ValueError(f"layer {number}: {error}") from error
     attention = _attention(recording.cache, recording.start)
-    picache = HybridPICache(fingerprint, held, start, end, linear, attention, leading, len(before))
+    picache = HybridPICache(fingerprint, held, start, end, linear, attention, len(before))
     floating = {name: tensor for name, tensor in picache.tensors().items() if tensor.is_floating_point()}
     if not all_finite(floating.values()):
         broken = [name for name, tensor in floating.items() if not all_finite([tensor])]
@@ -108,8 +106,7 @@ def extend(
     for number in support.linear:
         columns, state = read_state(cache, number)
         linear[number] = SegmentState(columns, state)
-    held, attention = torch.tensor(list(piece)), _attention(cache, start)
-    return HybridPICache(fingerprint, held, 0, len(piece), linear, attention, leading=not before)
+    return HybridPICache(fingerprint, torch.tensor(list(piece)), 0, len(piece), linear, _attention(cache, start))
 
 
 def _attention(cache: Any, start: int) -> dict[int, tuple[Tensor, Tensor]]:

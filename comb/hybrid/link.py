@@ -132,9 +132,6 @@ def link_segments(
 
     `cache` covers `before` and is written to. The last token is left to ``generate()``, whose first step gives its
     logits; a prompt whose last segment is kept up to its end has that segment computed again.
-
-    Raises:
-        ValueError: a leading PICache that doesn't stand at the start of the prompt.
     """
     length = len(before) + sum(map(len, fresh)) + sum(picache.num_tokens for picache in picaches)
     token_ids, items, recomputed = list(before), list[Item](), 0
@@ -148,11 +145,6 @@ def link_segments(
 
     for picache, tokens in zip(picaches, fresh, strict=False):
         compute(tokens)
-        if picache.leading and token_ids:
-            raise ValueError(
-                f"a leading PICache was made for the start of a prompt, this one would stand at position "
-                f"{len(token_ids)}: compile the document again, without leading=True"
-            )
         ids = picache.token_ids.tolist()
         last = len(token_ids) + len(ids) == length
         if picache.start == picache.end or (last and picache.end == len(ids)):

@@ -32,7 +32,6 @@ class HybridPICache(PICache):
         start, end: the interior; empty (start == end) when the seams cover the segment.
         linear: by number of the cache layer.
         attention: keys and values [kv_heads, interior, head_dim] by number of the cache layer.
-        leading: made to stand at the very start of a prompt.
         behind: tokens that the segment was compiled behind; nothing of them is kept.
     """
 
@@ -41,7 +40,6 @@ class HybridPICache(PICache):
     end: int
     linear: dict[int, SegmentState] = field(default_factory=dict)
     attention: dict[int, tuple[Tensor, Tensor]] = field(default_factory=dict)
-    leading: bool = False
     behind: int = 0
     kind: ClassVar[str] = "hybrid"
 
@@ -70,9 +68,8 @@ class HybridPICache(PICache):
     def tensors(self) -> dict[str, Tensor]:
         tensors = {
             "token_ids": self.token_ids,
-            "interior": torch.tensor(
-                [self.start, self.end, int(self.leading), self.behind], device=self.token_ids.device
-            ),
+            # the third once said that it may stand at the start of a prompt alone
+            "interior": torch.tensor([self.start, self.end, 0, self.behind], device=self.token_ids.device),
         }
         for layer, part in self.linear.items():
             if part.columns is not None:
@@ -87,7 +84,9 @@ class HybridPICache(PICache):
 
     @classmethod
     def from_tensors(cls, fingerprint: str, tensors: Mapping[str, Tensor]) -> Self:
-        start, end, leading, *behind = tensors["interior"].tolist()  # older ones stood behind nothing
+        start, end, leading, behind = tensors["interior"].tolist()
+        if leading:
+            raise ValueError("made for the start of a prompt alone, by an earlier version: compile the document again")
         parts: dict[int, dict[str, Tensor]] = {}
         for name, tensor in tensors.items():
             part, dot, number = name.partition(".")
@@ -108,4 +107,4 @@ class HybridPICache(PICache):
             if state is not None and not bool(torch.isfinite(state).all()):
                 raise ValueError("the state of a linear layer holds NaN or infinity: compile the document again")
             linear[layer] = SegmentState(columns, state, transition)
-        return cls(fingerprint, tensors["token_ids"], start, end, linear, attention, bool(leading), *behind)
+        return cls(fingerprint, tensors["token_ids"], start, end, linear, attention, behind)

@@ -120,7 +120,7 @@ class MacCase:
             same &= torch.equal(found.match.pos, wanted.match.pos) and torch.equal(found.keys_read, wanted.keys_read)
             if not same:
                 return math.inf
-            sums = [(found.lse, wanted.lse), (found.tail_lse, wanted.tail_lse), (written.lse, rings.lse)]
+            sums = [(found.lse, wanted.lse), (written.lse, rings.lse)]
             vectors = [(found.output, wanted.output), (written.o, rings.o), (written.query, rings.query)]
             # distances of queries are differences of their squares: of an equal one nothing but rounding is left
             drift = float((written.drift - rings.drift).abs().max()) / math.sqrt(2 * self.width)
@@ -133,8 +133,7 @@ class MacCase:
             o, lse = self._exact(query, keys, values, self.context - size)
             share = torch.exp(lse - wanted.lse)
             output = (wanted.output - share[..., None] * o) / (1 - share)[..., None]
-            tail = wanted.tail_lse + torch.log1p(-torch.exp(lse - wanted.tail_lse))
-            return replace(wanted, output=output, lse=wanted.lse + torch.log1p(-share), tail_lse=tail), deepcopy(rings)
+            return replace(wanted, output=output, lse=wanted.lse + torch.log1p(-share)), deepcopy(rings)
 
         return KernelCall(
             kernel,

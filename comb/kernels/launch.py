@@ -21,7 +21,6 @@ class Launch:
     programs: int | None = None  # None: `per_processor` for each multiprocessor of the device
     per_processor: int = 2
     warps: int = 4
-    stages: int | None = None  # tiles in flight; None: up to 3, as far as 96 KiB of shared memory hold them
 
     def __post_init__(self) -> None:
         if self.key_tile < 16 or self.key_tile & (self.key_tile - 1):
@@ -30,8 +29,8 @@ class Launch:
             raise ValueError(f"programs must be at least 1, or None for as many as fit, got {self.programs}")
 
     def depth(self, channels: int, bytes_per_number: int) -> int:
-        """Stages of the attention's loop for keys and values of together `channels`."""
-        return self.stages or max(1, min(3, 1 + 96 * 1024 // (self.key_tile * channels * bytes_per_number)))
+        """Tiles in flight, of keys and values of together `channels`: up to 3, as far as 96 KiB hold them."""
+        return max(1, min(3, 1 + 96 * 1024 // (self.key_tile * channels * bytes_per_number)))
 
     def count(self, device: torch.device) -> int:
         """Programs of the attention on `device`."""

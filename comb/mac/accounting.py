@@ -27,7 +27,6 @@ class LayerReport:
     audits: int = 0
     error_mean: float | None = None  # of the layer's output against exact attention, relative
     error_max: float | None = None
-    band_mass: float | None = None  # share of the attention that falls on the band, at audits
     off: str = ""  # why the layer is no longer reused
 
 
@@ -86,7 +85,6 @@ class LayerCounts:
         )
         self.group_read, self.group_exact = torch.zeros(2, groups, dtype=torch.long, device=device)
         self.errors: list[float] = []
-        self.band_mass: list[float] = []
 
     def add(self, done: MacStep, config: MacConfig) -> None:
         """Counts one step of all rows."""
@@ -102,13 +100,12 @@ class LayerCounts:
     def audit(self, done: MacStep, exact: Tensor) -> float:
         """Notes how far a step is from exact attention [B, H, V]: the error relative to that, of the worst row.
 
-        Norms are over all heads (paper sec. 5.6); with it the band's share of the attention (app. B.3).
+        Norms are over all heads (paper sec. 5.6).
         """
         exact = exact.to(done.output.dtype)
         difference = (done.output - exact).flatten(1).norm(dim=-1)
         error = float((difference / exact.flatten(1).norm(dim=-1).clamp_min(1e-30)).max())
         self.errors.append(error)
-        self.band_mass.append(float((done.tail_lse - done.lse).exp().mean()))
         return error
 
     def report(self, layer: int, off: str) -> LayerReport:
@@ -125,6 +122,5 @@ class LayerCounts:
             audits=len(self.errors),
             error_mean=fmean(self.errors) if self.errors else None,
             error_max=max(self.errors, default=None),
-            band_mass=fmean(self.band_mass) if self.band_mass else None,
             off=off,
         )

@@ -92,11 +92,8 @@ def _rotate(tensor: Tensor) -> Tensor:
 
 
 @torch.no_grad()
-def run_stream(stream: Stream, config: MacConfig, chunk: int = 1) -> dict[str, Any]:
+def run_stream(stream: Stream, config: MacConfig) -> dict[str, Any]:
     """Decodes a stream with MAC beside exact attention, counting every key that a head reads.
-
-    With a `chunk` of more tokens than one, what they leave behind is there for others when the chunk has ended: MAC in
-    prefill, as a reference (paper app. A.3), where a context of one token is all that isn't reused.
 
     Returns:
         Of all steps and heads ``hit_rate``, ``keys_read`` and ``keys_exact``; in ``errors`` per step the relative error
@@ -109,17 +106,13 @@ def run_stream(stream: Stream, config: MacConfig, chunk: int = 1) -> dict[str, A
     prompt = (keys[:, :, : spec.context], values[:, :, : spec.context])
     state.write(prompt_rows(unrotated[:, :, last], queries[:, :, last], *prompt, last, start, config, scale))
     group = torch.arange(spec.heads) // (spec.heads // spec.kv_heads)
-    read, hits, errors, waiting = [], [], [], []
+    read, hits, errors = [], [], []
     for m in range(spec.context, spec.context + spec.steps):
         seen, query = slice(0, m + 1), queries[:, :, m]
         done, entries = step(
             state, unrotated[:, :, m], query, keys[:, :, seen], values[:, :, seen], start, config, scale
         )
-        waiting.append(entries)
-        if len(waiting) == chunk:
-            for rows in waiting:
-                state.write(rows)
-            waiting.clear()
+        state.write(entries)
         exact, _ = attend(query[0], stream.keys[group, seen], stream.values[group, seen], scale)
         errors.append(float((done.output[0] - exact).norm() / exact.norm()))
         read.append(done.keys_read[0])

@@ -108,12 +108,8 @@ class Hypic(TakesFront):
         limit = self.max_prompt_tokens
         return None if limit is None else limit - 1 - len(self.front.token_ids)
 
-    def compile(self, segments: Sequence[Sequence[int]], *, leading: bool = False) -> list[PICache]:
+    def compile(self, segments: Sequence[Sequence[int]]) -> list[PICache]:
         """One HybridPICache per segment, each from a forward pass of its own.
-
-        Args:
-            leading: for documents that only ever stand at the very start of a prompt: all of them is kept, and
-                nothing recomputed. Exact, and refused anywhere else.
 
         Raises:
             ValueError: for an empty or over-long segment, or when the backbone computes NaN or infinity.
@@ -123,7 +119,7 @@ class Hypic(TakesFront):
         with exclusive(self.backbone):
             return [
                 compile_segment(
-                    self.backbone, support, fingerprint, ids, seams=self.seams, leading=leading,
+                    self.backbone, support, fingerprint, ids, seams=self.seams,
                     front=self.front.token_ids, dtype=_STORAGE[self.storage],
                 )
                 for ids in segments

@@ -17,7 +17,7 @@ from typer.testing import CliRunner
 from comb import CombForCausalLM, Example
 from comb.bench import benchmarks
 from comb.bench import paper as module
-from comb.bench.context_length import measure_context_length, peak_memory
+from comb.bench.context_length import measure_context_length
 from comb.bench.context_length import tables as length_tables
 from comb.bench.drift import measure_drift, without_full_layers
 from comb.bench.drift import tables as drift_tables
@@ -114,20 +114,7 @@ def test_numbers_are_sorted_and_checked() -> None:
         numbers("nan", "--rates", least=0)
 
 
-# --- memory -------------------------------------------------------------------------------------------------------
-
-
-def test_peak_memory_counts_tensors() -> None:
-    kept = torch.zeros(1000)
-
-    def work() -> None:
-        first = kept + 1  # 4000 bytes
-        second = first + 1  # 4000 more
-        del first
-        second.add_(1)
-
-    assert peak_memory("cpu", work) == peak_memory("cpu", work)
-    assert 8000 <= peak_memory("cpu", work) < 8200
+# --- a request -------------------------------------------------------------------------------------------------------
 
 
 def test_a_linked_request_is_what_the_engine_answers_from(setting: Setting, examples: list[Example]) -> None:
@@ -192,7 +179,6 @@ def test_lengths_are_compared_within_a_repeat() -> None:
     assert (lego["computed_tokens"], lego["recomputed_tokens"]) == (3 * 4 + 4, 3 * 4)
     assert lego["cache_bytes"] == 64 * (2 * 2 * 16 * 4 + 8)  # keys and values of two layers, and token ids
     assert {"assemble", "recompute", "first token"} <= set(lego["stages_s"])
-    assert lego["peak_memory_bytes"] is not None
     for exact in ("naive", "prefix"):
         assert (by_name[64, exact]["computed_tokens"], by_name[64, exact]["recomputed_tokens"]) == (4, 0)
     assert by_name[64, "prefix"]["cache_bytes"] > 0
@@ -250,8 +236,8 @@ def test_what_has_no_drift_says_so(setting: Setting, examples: list[Example], me
 def test_methods_command(folder: Path, tmp_path: Path) -> None:
     content = written(
         tmp_path / "m.json", "methods", "--model", folder / "model", "--methods", "full,legolink:2,comb", "--dataset",
-        folder / "data.jsonl", "--split", "all", "--limit", 4, "--max-new-tokens", 3, "--timing-examples", 1,
-        "--kl-examples", 2,
+        folder / "data.jsonl", "--split", "all", "--questions", 4, "--max-new-tokens", 3, "--timing-questions", 1,
+        "--kl-questions", 2,
     )  # fmt: skip
     assert "comb refused: method 'comb' needs a model with a trained encoder" in (tmp_path / "m.md").read_text()
     assert [row["method"] for row in content["results"]] == ["full", "legolink:2", "comb", "none"]
@@ -276,8 +262,8 @@ def test_files_of_ones_own_are_sets_beside_each_other(
     shutil.copy(folder / "data.jsonl", other / "more.jsonl")
     content = written(
         tmp_path / "m.json", "methods", "--model", model, "--methods", "naive", "--data",
-        f"{folder / 'data.jsonl'},{other}", "--split", "all", "--limit", 2, "--max-new-tokens", 2,
-        "--timing-examples", 0,
+        f"{folder / 'data.jsonl'},{other}", "--split", "all", "--questions", 2, "--max-new-tokens", 2,
+        "--timing-questions", 0,
     )  # fmt: skip
     assert [row["set"] for row in content["results"]] == ["data"] * 3 + ["rows"] * 3
     # asked as the adapter was trained to be
@@ -289,7 +275,7 @@ def test_files_of_ones_own_are_sets_beside_each_other(
     shutil.copy(folder / "data.jsonl", other / "data.jsonl")
     content = written(
         tmp_path / "n.json", "methods", "--model", model, "--methods", "naive", "--data", "data.jsonl,../data.jsonl",
-        "--split", "all", "--limit", 1, "--max-new-tokens", 1, "--timing-examples", 0,
+        "--split", "all", "--questions", 1, "--max-new-tokens", 1, "--timing-questions", 0,
     )  # fmt: skip
     assert {row["set"] for row in content["results"]} == {"1-data.jsonl", "2-data.jsonl"}
 
@@ -350,7 +336,6 @@ def test_full_layers_are_left_out(tmp_path: Path) -> None:
         (["methods", "--methods", "fool"], "unknown method 'fool'"),
         (["methods", "--dataset", "nothing"], "unknown dataset 'nothing'"),
         (["methods", "--dataset", "missing.jsonl"], "missing.jsonl"),
-        (["methods", "--metric", "bleu"], "--metric is one of em, f1, contains, rouge_l"),
         (["methods", "--out", "here.png"], "expected a name in .json"),
         (["methods", "--query-template", "nothing"], "has no {query}"),
         (["context-length", "--lengths", "short"], "--lengths takes numbers"),

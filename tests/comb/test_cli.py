@@ -40,9 +40,9 @@ def test_info_and_doctor_show_structure_and_checks(adapter: Path, monkeypatch: p
     for text in ("4 at model.layers", "before layers [1, 3]", "encoder off == backbone", "cache per document token"):
         assert text in result.output
     assert "FAIL" not in result.output
-    plain = run("info", adapter.parent / "backbone", "--encoder-layers", 2, "--no-check")
+    plain = run("info", adapter.parent / "backbone", "--no-check")
     assert plain.exit_code == 0, plain.output
-    assert "2 layers, bidirectional" in plain.output
+    assert "8 layers, bidirectional" in plain.output
     assert "encoder off" not in plain.output
     assert run("doctor", adapter).exit_code == 0
     monkeypatch.setattr("comb.cli.doctor.run_checks", lambda model: [Check("a check", False, "0.3 > 0.1")])
@@ -55,10 +55,9 @@ def test_ask_compares_methods(adapter: Path, tmp_path: Path) -> None:
     (tmp_path / "a.txt").write_text("some text")
     (tmp_path / "b.txt").write_text("another text")
     documents = ["--doc", tmp_path / "a.txt", "--doc", tmp_path / "b.txt", "--max-new-tokens", 4]
-    cold = run("ask", adapter, "why?", *documents, "--repeat", 2)
+    cold = run("ask", adapter, "why?", *documents)
     assert cold.exit_code == 0, cold.output
     assert cold.output.count("compiled") == 2
-    assert cold.output.count("hit") >= 2
     full = run("ask", adapter, "why?", *documents, "--method", "full")
     off = run("ask", adapter, "why?", *documents, "--encoder", "off")
     assert "a.txt: inlined" in full.output

@@ -478,7 +478,7 @@ def frontiers(**seconds: float | None) -> dict[str, Any]:
         for times in [None if each is None else Timing(each, each, each, 3)]
     ]  # fmt: skip
     rows.append({**rows[0], "method": "gone", "ttft_cold_s": None, "ttft_cached_s": None, "refused": "why"})
-    return {panel.xlabel: panel for panel in panels(rows, "em") if isinstance(panel, Frontier)}
+    return {panel.xlabel: panel for panel in panels(rows) if isinstance(panel, Frontier)}
 
 
 KEPT = {"full": 0, "none": 0, "small": 30.0}

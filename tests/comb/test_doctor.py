@@ -151,11 +151,11 @@ def test_the_command(capsys: pytest.CaptureFixture[str], tmp_path: Any, monkeypa
             cli.main()
         return int(stop.value.code or 0), capsys.readouterr().out
 
-    code, out = run(str(tmp_path / "llama"), "--encoder-layers", "2", "--methods", "naive,legolink:3,comb")
+    code, out = run(str(tmp_path / "llama"), "--methods", "naive,legolink:3,comb")
     assert code == 0
     assert "safe     legolink:3" in out
     assert "refused  comb" in out
-    code, out = run(str(tmp_path / "gpt2"), "--random", "--encoder-layers", "2")
+    code, out = run(str(tmp_path / "gpt2"), "--random")
     assert code == 0
     assert "refused  cacheblend" in out
     assert "learned absolute positions" in out

@@ -20,6 +20,7 @@ from comb.engine.engine import PICEngine, Request, UnknownDocumentError
 from comb.engine.report import format_bytes
 from comb.methods import MethodSpec
 from tests.helpers.hybrids import HYBRIDS
+from tests.helpers.stores import check_store
 from tests.helpers.tiny_engine import (
     BOOK,
     CITY,
@@ -339,7 +340,7 @@ def test_expiry_follows_the_last_call(comb_model: CombForCausalLM, tokenizer: An
     engine.add_documents([Document(LAKE, id="other name")], ttl=5)  # the content still has an id without an end
     now[0] = 70.0
     assert states(engine.ask("Where?", [LAKE], max_new_tokens=1)) == ["hit"]
-    store.check_integrity()
+    check_store(store)
 
 
 def test_a_small_store_evicts_and_compiles_again(comb_model: CombForCausalLM, tokenizer: Any) -> None:

@@ -216,10 +216,6 @@ def test_picaches_of_others() -> None:
     for other in (methods.create("hypic:4", model), methods.create("hypic", tiny_hybrid("bamba", seed=1))):
         with pytest.raises(ValueError, match="another model, or with other seams"):
             method.link(other.compile([A]), QUERY)
-    leading = method.compile([A], leading=True)
-    for row in ({"prefix_ids": [5]}, {}):
-        with pytest.raises(ValueError, match="made for the start of a prompt"):
-            method.link([*method.compile([B]), *leading] if not row else leading, QUERY, **row)
     with pytest.raises(ValueError, match="the prompt is empty"):
         method.link([], [])
     with pytest.raises(ValueError, match="empty segment"):
@@ -250,12 +246,6 @@ def test_files_hold_everything(name: str) -> None:
     assert same([again], [picache])
     assert torch.equal(method.link([again], QUERY).logits, method.link([picache], QUERY).logits)
     assert picache.standalone().nbytes == picache.nbytes
-
-
-def test_picaches_from_before_fronts_stood_behind_nothing() -> None:
-    (picache,) = methods.create("hypic", model_of("bamba")).compile([A])
-    tensors = {**picache.tensors(), "interior": picache.tensors()["interior"][:3]}
-    assert HybridPICache.from_tensors("f", tensors).compiled_at == picache.start
 
 
 @pytest.mark.parametrize(("part", "value"), [("dense.0", 3.0), ("dense.0", torch.nan), ("state.1", torch.inf)])

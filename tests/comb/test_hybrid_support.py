@@ -208,7 +208,6 @@ def test_packed_is_sequential(name: str) -> None:
 PROMPTS: dict[str, Callable[[Any], dict[str, Any]]] = {
     "prefix and gaps": lambda m: {"picaches": m.compile([A, B]), "prefix_ids": ids(7, 5), "gaps": [ids(9, 6)]},
     "covered by its seams": lambda m: {"picaches": m.compile([A, SHORT, B])},
-    "leading": lambda m: {"picaches": [*m.compile([A], leading=True), *m.compile([B])]},
     "one token asks": lambda m: {"picaches": m.compile([A, B]), "query_ids": [7]},
     "a document at the end": lambda m: {"picaches": m.compile([A, B]), "query_ids": []},
     "nothing to jump over": lambda m: {"picaches": m.compile([SHORT]), "query_ids": QUERY},

@@ -189,18 +189,6 @@ def test_quality_compares_with_exact_answers(monkeypatch: pytest.MonkeyPatch) ->
     assert len(tables(results)[1].lines()) == 3
 
 
-def test_prefill_in_chunks_matches_earlier_chunks_alone() -> None:
-    """A token of the first chunk has nobody to match; token by token is decoding."""
-    stream, config = make_stream(replace(SPEC, context=1, steps=80)), replace(CONFIG, window=128, tau=0.0, band=4)
-    alone, halves, first = (run_stream(stream, config, chunk) for chunk in (1, 40, 80))
-    assert alone == run_stream(stream, config)
-    assert first["hit_rate"] == 0.0
-    assert max(first["errors"]) < 1e-5
-    assert first["keys_read"] == first["keys_exact"]
-    assert 0.4 < halves["hit_rate"] <= 0.5 < alone["hit_rate"]
-    assert max(halves["errors"][:40]) < 1e-5 < max(halves["errors"][40:])
-
-
 def test_the_command(tmp_path: Path) -> None:
     write_facts(tmp_path, strong_llama())
     arguments = [

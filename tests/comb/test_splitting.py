@@ -13,6 +13,7 @@ from transformers import PreTrainedTokenizerFast
 from comb import PICEngine, splitters
 from comb.documents.splitting import Splitter, create, sentences, split_document, token_pieces
 from tests.helpers.byte_text import byte_llama, byte_tokenizer
+from tests.helpers.stores import check_store
 
 BUDGETED = [name for name in splitters.names() if name != "whole"]
 
@@ -201,4 +202,4 @@ def test_the_engine_splits_and_reports_whole_documents(tokenizer: Any) -> None:
         for each in ("sentences:24", "whole")
     )
     assert cut.token_ids == whole.token_ids
-    engine.store.check_integrity()
+    check_store(engine.store)

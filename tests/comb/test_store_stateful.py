@@ -20,7 +20,7 @@ from hypothesis.stateful import run_state_machine_as_test as run_machine
 from comb.cache.picache import TokenPICache
 from comb.cache.store import AcquiredPICaches, PICacheStore, PICacheTooLargeError, StoreFullError
 from comb.cache.tiers import SUFFIX
-from tests.helpers.stores import acquire, files
+from tests.helpers.stores import acquire, check_store, files
 
 SIZES = {"a": 8, "b": 8, "c": 16, "d": 16, "e": 24, "f": 32, "huge": 72}  # bytes
 DEVICE_BYTES, HOST_BYTES = 64, 40
@@ -312,7 +312,7 @@ class StoreMachine(RuleBasedStateMachine):
     def consistent(self) -> None:
         if not hasattr(self, "store"):
             return
-        self.store.check_integrity()
+        check_store(self.store)
         for key in SIZES:
             assert self.store.lookup(key) == self.model.lookup(key), key
         for handle in self.handles:

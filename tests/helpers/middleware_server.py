@@ -21,6 +21,7 @@ from comb_serving.pool.capability import KEY, Capability, PoolHandle, unpack
 from comb_serving.pool.shared_pool import PoolLayout
 from comb_training.nano import CHECKPOINT
 from tests.helpers.fakes import IDENTITY, Answer, Client, Echo, FakeEncoders
+from tests.helpers.stores import check_manager
 
 LAYOUT = PoolLayout(cross_layers=1, kv_heads=1, head_dim=2, num_blocks=8, block_size=16)
 LINKING_LAYOUT = LinkingLayout(8, 16, 24, "model", "float32", 64, 4096)  # where a method is named
@@ -87,7 +88,7 @@ class Server:
 
     def check_idle(self) -> None:
         assert self.manager.references == self.manager.waiting == 0
-        self.manager.check_integrity()
+        check_manager(self.manager)
 
 
 def documents_of(body: dict[str, Any]) -> list[PoolHandle]:

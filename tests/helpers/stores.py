@@ -5,13 +5,17 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
+from comb.cache.index import CacheIndex
 from comb.cache.picache import PICache, TokenPICache
 from comb.cache.store import AcquiredPICaches, PICacheStore
 from comb.cache.tiers import SUFFIX
+
+if TYPE_CHECKING:
+    from comb_serving.manager.manager import PICManager
 
 TOKENS = 4
 NBYTES = 8 * TOKENS
@@ -54,12 +58,46 @@ def use(store: PICacheStore, *keys: str, ttl_s: float | None = None) -> list[str
             assert held[key].picache.token_ids.tolist() == pic(key).token_ids.tolist()
             assert held[key].hit == (held[key].tier != "compiled")
         tiers = [held[key].tier for key in keys]
-    store.check_integrity()
+    check_store(store)
     return tiers
 
 
 def hold(store: PICacheStore, *keys: str) -> AcquiredPICaches:
     return acquire(store, keys, Compiler())
+
+
+def check_index(index: CacheIndex[Any]) -> None:
+    for name, tier in index.tiers.items():
+        assert tier.used == sum(entry.size for entry in (*tier.entries.values(), *index.held) if entry.tier == name)
+        assert tier.admits(tier.used)
+        for key, entry in tier.entries.items():
+            assert (key, name) == (entry.key, entry.tier)
+            assert entry.references >= 0
+    found = {id(entry) for tier in index.tiers.values() for entry in tier.entries.values()}
+    assert all(entry.references > 0 and id(entry) not in found for entry in index.held)
+    assert all(count > 0 for count in index.pins.values())
+
+
+def check_store(store: PICacheStore) -> None:
+    """The store's invariants. Cheap enough to call whenever it is idle."""
+    device, host = store._device.entries, store._host.entries
+    with store._changed:
+        check_index(store._index)
+        assert all(entry.value.nbytes == entry.size for entry in (*device.values(), *host.values()))
+        assert not any(entry.references for entry in host.values())
+        assert device.keys().isdisjoint(host)
+        assert all(claim.owner.is_alive() for claim in store._index.claims.values())
+
+
+def check_manager(manager: PICManager) -> None:
+    """The invariants of the server's pool."""
+    check_index(manager.index)
+    entries = {*manager.pool.entries.values(), *manager.index.held}
+    taken = [block for entry in entries for block in entry.value.blocks]
+    assert sorted(taken + manager.free_blocks) == list(range(manager.layout.num_blocks))  # free, or one document's
+    assert all(entry in entries and entry.references for entry in manager._encoding)
+    for entry in entries:
+        assert len(entry.value.blocks) == entry.size == manager.layout.blocks_for(entry.value.tokens)
 
 
 def same(ours: Sequence[PICache], theirs: Sequence[PICache]) -> bool:

@@ -10,6 +10,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import LlamaConfig, LlamaForCausalLM, LogitsProcessor, PreTrainedTokenizerFast
 
 from comb import CombForCausalLM, PICacheStore
+from tests.helpers.stores import check_store
 
 TEMPLATE = (
     "{% for m in messages %}<|{{ m['role'] }}|>{{ m['content'] }}<eos>{% endfor %}"
@@ -61,7 +62,7 @@ def make_comb(backbone: LlamaForCausalLM | None = None, **options: Any) -> CombF
 def idle(store: PICacheStore) -> None:
     """Nothing is referenced and no invariant is broken."""
     assert store.stats().in_use == 0
-    store.check_integrity()
+    check_store(store)
 
 
 def states(answer: Any) -> list[str]:

@@ -96,7 +96,7 @@ def check_step(config: MacConfig, sizes: dict[str, Any], m: int, decoded: int = 
     assert torch.equal(fast.match.slot[hit], plain.match.slot[hit])
     # of an equal query nothing but rounding is left
     assert distance(fast.match.distance, plain.match.distance) < max(bound, 1e-3)
-    for name in ("output", "lse", "tail_lse"):
+    for name in ("output", "lse"):
         assert distance(getattr(fast, name), getattr(plain, name)) < bound, name
         assert getattr(fast, name).dtype == getattr(plain, name).dtype
     for name, ring in rings(stream.state).items():

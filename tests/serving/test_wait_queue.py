@@ -16,6 +16,7 @@ from comb_serving.manager.manager import PICManager
 from comb_serving.pool.shared_pool import PoolLayout
 from tests.helpers.fakes import FakeEncoders, until
 from tests.helpers.middleware_server import Server, chat
+from tests.helpers.stores import check_manager
 
 LAYOUT = PoolLayout(cross_layers=1, kv_heads=1, head_dim=2, num_blocks=8, block_size=4)
 SIZES = {name: 1 + 5 * index for index, name in enumerate("abcdef")}
@@ -44,7 +45,7 @@ class Play:
 
     async def settle(self) -> None:
         await steps()
-        self.manager.check_integrity()
+        check_manager(self.manager)
         for place, (task, names) in reversed(list(enumerate(self.tasks))):
             if not task.done():
                 continue
@@ -138,7 +139,7 @@ async def test_waiting_is_bounded_and_a_pin_that_no_release_moves_is_refused_at_
     with pytest.raises(PoolPinnedError):  # it came into the way while this one waited
         await waiting
     (await manager.acquire([wanted("a", 20), wanted("c", 12)])).release()
-    manager.check_integrity()
+    check_manager(manager)
 
 
 async def test_hits_pass_those_who_wait_for_room_but_not_for_ever() -> None:
@@ -161,7 +162,7 @@ async def test_hits_pass_those_who_wait_for_room_but_not_for_ever() -> None:
     for task in (small, late):
         (await task).release()
     assert manager.references == 0
-    manager.check_integrity()
+    check_manager(manager)
 
 
 async def test_over_http_a_request_waits_then_answers_and_one_that_leaves_is_gone() -> None:

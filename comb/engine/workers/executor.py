@@ -49,8 +49,6 @@ class Compiled:
     seconds: float  # from the call to the last PICache
     dispatch_s: float  # computing, of the busiest worker
     transfer_s: float = 0.0  # the rest: what serialising, sending and checking could not hide behind computing
-    decode_s: float = 0.0  # checking and unpacking here, hidden behind computing or not
-    segment_s: tuple[float, ...] = ()  # of compiling each segment, in order
 
 
 Plan = list[list[int]]
@@ -142,9 +140,7 @@ class CompileRequest:
     sent: dict[Future[Reply], int] = field(default_factory=dict)  # which segment a worker answers
     lost: list[int] = field(default_factory=list)  # segments to compile here
     picaches: dict[int, PICache] = field(default_factory=dict)
-    segment_s: dict[int, float] = field(default_factory=dict)  # of compiling each segment
     busy_s: dict[int, float] = field(default_factory=lambda: defaultdict(float))  # by worker; -1: here
-    decode_s: float = 0.0  # of checking and unpacking
 
     def __post_init__(self) -> None:
         self.fingerprint = self.method.fingerprint
@@ -152,7 +148,7 @@ class CompileRequest:
 
     def take(self, worker: int, index: int, reply: Reply) -> bool:
         """Keeps what a worker says to a segment; False if it can't be used, and the segment is lost."""
-        start, tokens = time.perf_counter(), self.method.sink_tokens + len(self.segments[index])
+        tokens = self.method.sink_tokens + len(self.segments[index])
         try:
             if reply.error:
                 raise PICacheError(reply.error)
@@ -167,7 +163,6 @@ class CompileRequest:
             self.counts[kind] += 1
             self.lost.append(index)
             return False
-        self.decode_s += time.perf_counter() - start
         self.keep(worker, index, picache, reply.seconds)
         self.counts["by_workers"] += 1
         return True
@@ -175,7 +170,6 @@ class CompileRequest:
     def keep(self, worker: int, index: int, picache: PICache, seconds: float) -> None:
         """Takes a segment's PICache, which `worker` has made in so many seconds."""
         self.picaches[index] = picache
-        self.segment_s[index] = seconds
         self.busy_s[worker] += seconds
 
 
@@ -308,12 +302,8 @@ class CompileExecutor:
                     future.cancel()
         seconds = time.perf_counter() - start
         dispatch_s = min(seconds, max(request.busy_s.values()))
-        order = [unique.index(tuple(segment)) for segment in segments]
-        return Compiled(
-            [request.picaches[index] for index in order],
-            seconds, dispatch_s, seconds - dispatch_s, request.decode_s,
-            tuple(request.segment_s[index] for index in order),
-        )  # fmt: skip
+        picaches = [request.picaches[unique.index(tuple(segment))] for segment in segments]
+        return Compiled(picaches, seconds, dispatch_s, seconds - dispatch_s)
 
     def close(self) -> None:
         """Ends all workers. Compiles that follow are done here; one under way is finished first."""

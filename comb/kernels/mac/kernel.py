@@ -183,7 +183,7 @@ def _merged(o, lse, other_o, other_lse):
 def _complete_kernel(
     query_ptr, piece_ptr, piece_lse_ptr, slot_ptr, found_ptr, distance_ptr, position_ptr,
     ring_query_ptr, ring_o_ptr, ring_lse_ptr, ring_pos_ptr, ring_chain_ptr, ring_drift_ptr,
-    output_ptr, output_lse_ptr, tail_lse_ptr, stride_qb, stride_qh, heads, every, programs,
+    output_ptr, output_lse_ptr, stride_qb, stride_qh, heads, every, programs,
     WINDOW: tl.constexpr, RANGES: tl.constexpr, PIECES: tl.constexpr, WIDTH: tl.constexpr, WIDE: tl.constexpr,
     VALUE_WIDTH: tl.constexpr, VALUE_WIDE: tl.constexpr,
 ):  # fmt: skip
@@ -225,8 +225,6 @@ def _complete_kernel(
         if one == 0:  # what later queries may reuse: neither the band nor the sink
             tl.store(ring_o_ptr + slot * VALUE_WIDTH + value_channel, o.to(ring_o_ptr.dtype.element_ty), mask=own_value)
             tl.store(ring_lse_ptr + slot, lse)
-        if one == 1:
-            tl.store(tail_lse_ptr + here, range_lse)
     tl.store(output_ptr + here * VALUE_WIDTH + value_channel, o, mask=own_value)
     tl.store(output_lse_ptr + here, lse)
     query = tl.load(query_ptr + b * stride_qb + h * stride_qh + channel, mask=own, other=0.0)
@@ -248,7 +246,7 @@ def fused_step(
     (rows, heads, width), value_width, device = query.shape, values.shape[-1], query.device
     low, high = torch.empty(2, len(RANGES), rows, heads, dtype=torch.int32, device=device)
     slot, found, keys_read = torch.empty(3, rows, heads, dtype=torch.long, device=device)
-    distance, lse, tail_lse = torch.empty(3, rows, heads, dtype=torch.float32, device=device)
+    distance, lse = torch.empty(2, rows, heads, dtype=torch.float32, device=device)
     position = torch.empty(rows, dtype=torch.long, device=device)
     output = torch.empty(rows, heads, value_width, dtype=torch.float32, device=device)
     sizes = {"WINDOW": state.window, "WIDTH": width, "WIDE": power_of_two(width, 16)}
@@ -264,12 +262,12 @@ def fused_step(
         pieces, piece_lse = range_pieces(query, keys, values, low, high, scale, launch)
         _complete_kernel[(rows * heads,)](
             unrotated, pieces, piece_lse, slot, found, distance, position, state.query, state.o, state.lse, state.pos,
-            state.chain, state.drift, output, lse, tail_lse, unrotated.stride(0), unrotated.stride(1), heads,
+            state.chain, state.drift, output, lse, unrotated.stride(0), unrotated.stride(1), heads,
             rows * heads, len(pieces), RANGES=len(RANGES), PIECES=PIECES, VALUE_WIDTH=value_width,
             VALUE_WIDE=power_of_two(value_width, 16), num_warps=4, **sizes,
         )  # fmt: skip
     match = Match(slot, found, distance)
-    return MacStep(output, match, position, keys_read, keys.shape[1], tail_lse, lse)
+    return MacStep(output, match, position, keys_read, keys.shape[1], lse)
 
 
 def range_pieces(

@@ -75,15 +75,14 @@ def find_match(state: MacState, query: Tensor, position: Tensor, config: MacConf
 
 @dataclass(frozen=True)
 class MacStep:
-    """What one step gave. The difference of `tail_lse` and `lse` is the band's share of the attention."""
+    """What one step gave."""
 
     output: Tensor  # [B, H, V], in the accumulator's dtype
     match: Match
     position: Tensor  # m per row [B]
     keys_read: Tensor  # [B, H]
     groups: int  # G
-    tail_lse: Tensor  # log-sum-exp of the band [E(m), m + 1) alone [B, H]
-    lse: Tensor  # of all keys
+    lse: Tensor  # log-sum-exp of all keys [B, H]
 
     @property
     def group_keys_read(self) -> Tensor:
@@ -140,7 +139,7 @@ def step(
         drift=(drift + match.distance.to(drift.dtype)).masked_fill(miss, 0)[:, None],
         pos=position[:, None],
     )
-    return MacStep(output, match, position, keys_read, keys.shape[1], tail_lse, lse), rows
+    return MacStep(output, match, position, keys_read, keys.shape[1], lse), rows
 
 
 def attend(

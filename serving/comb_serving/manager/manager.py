@@ -15,7 +15,7 @@ from collections.abc import Callable, Container, Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 
-from comb.cache.index import CacheIndex, IndexEntry, Tier, check
+from comb.cache.index import CacheIndex, IndexEntry, Tier
 from comb.cache.picache import content_key
 from comb_serving.encoding.protocol import MADE, Encoded, EncoderError, Encoders
 from comb_serving.linking.layout import LinkingLayout
@@ -332,15 +332,3 @@ class PICManager:
     def used_bytes(self) -> int:
         """Bytes of the blocks that are taken, of all of one rank's pool."""
         return self.pool.used * self.layout.block_size * self.layout.bytes_per_token
-
-    def check_integrity(self) -> None:
-        """Raises IntegrityError naming the first broken invariant."""
-        self.index.check_integrity()
-        entries = {*self.pool.entries.values(), *self.index.held}
-        taken = [block for entry in entries for block in entry.value.blocks]
-        once = sorted(taken + self.free_blocks) == list(range(self.layout.num_blocks))
-        check("each block is free or one document's", once)
-        check("what is being encoded has a reference", all(e in entries and e.references for e in self._encoding))
-        for entry in entries:
-            size = self.layout.blocks_for(entry.value.tokens)
-            check(f"{entry.key[:12]} has {size} blocks", len(entry.value.blocks) == entry.size == size)
