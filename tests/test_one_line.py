@@ -169,7 +169,7 @@ SAID: list[tuple[str, str, Callable[[Path], Any], str, str]] = [
     ("a", "ask push serve", cut(TOKENS, 50), TOKENS, "is damaged or cut off"),
     ("a", "own bench push", write(RECORD, '{"config": '), RECORD, "is damaged"),  # it isn't read as none
     ("a", "push", write(RECORD, '{"config": "x", "parameters": 5}'), RECORD, "is damaged"),
-    ("a", "push", write(RECORD, '{"config": {"train": "x", "data": "y"}}'), RECORD, "is damaged"),
+    ("a", "push", write(RECORD, '{"config": {"data": {"mixture": 5}}}'), RECORD, "is damaged"),
     ("a", "push", write(RECORD, '{"seconds": null}'), RECORD, "is damaged"),
     # a backbone's configuration
     ("m", "ask train serve", edit(C, hidden_act="swosh"), C, "hidden_act is 'swosh'"),

@@ -25,7 +25,7 @@ from comb_serving.api.preprocessor import PreprocessedRequest, Preprocessor, tok
 from comb_serving.api.response import report
 from comb_serving.api.routes import CHAT, COMPLETIONS
 from comb_serving.config.instance import instance_folder, read_secret
-from comb_serving.config.serve_options import INSTANCE_DIR, ServeOptions
+from comb_serving.config.serve_options import INSTANCE_DIR, ServeOptions, parse_bytes
 from comb_serving.encoding.compiler import DocumentPrompt, LocalCompiler
 from comb_serving.launch.preflight import check_start
 from comb_serving.linking.layout import LinkingLayout
@@ -37,7 +37,7 @@ from comb_serving.vllm.linking.setup import linking_options
 
 # of vLLM's `chat`, what a request's body may hold too; refused there is what can't be beside documents
 RENDERING = ("tools", "chat_template_kwargs", "chat_template", "add_generation_prompt", "continue_final_message")
-OURS = ("backbone", "pool_bytes", "pool_block", "host_bytes", "disk_path", "disk_bytes", "lora_documents")
+OURS = ("backbone", "pool_bytes", "pool_block", "lora_documents")
 
 
 class LLM(vllm.LLM):
@@ -54,7 +54,8 @@ class LLM(vllm.LLM):
 
     def __init__(self, model: str | os.PathLike[str], *, method: str | None = None, **options: Any) -> None:
         own: dict[str, Any] = {name: options.pop(name) for name in OURS if name in options}
-        own |= {"pool_bytes": str(own.get("pool_bytes", "1GiB")), "ranks": int(options.get("tensor_parallel_size", 1))}
+        own |= {"ranks": int(options.get("tensor_parallel_size", 1))}
+        own |= {"pool_bytes": parse_bytes(str(own.get("pool_bytes", "1GiB")))}
         served = check_start(ServeOptions(str(model), method=method, **own))
         if served.method is None or LinkMethod.parse(served.method).full:
             raise ValueError(f"{model}: LLM links documents in plain models (method=...); `comb serve` has adapters")
@@ -71,10 +72,8 @@ class LLM(vllm.LLM):
             stack.callback(lambda: [os.environ.pop(name, None) for name in variables])
             super().__init__(resolve_name(served.model), **options, **linking)
             stack.callback(self.llm_engine.engine_core.shutdown)
-            layout, ask = LinkingLayout.read(folder), lambda name, given: self.collective_rpc(name, args=given)
-            self._compiler = LocalCompiler(
-                layout, LinkMethod.parse(served.method), self._secret, self._compile, ask if served.has_tiers else None
-            )
+            layout = LinkingLayout.read(folder)
+            self._compiler = LocalCompiler(layout, LinkMethod.parse(served.method), self._secret, self._compile)
             self._reports = ReportReceiver(folder)
             stack.callback(self._reports.close)
             manager, builder = PICManager(layout, self._compiler), PromptBuilder(tokenizer_of(served))

@@ -70,7 +70,7 @@ def test_importing_comb_imports_nothing_else() -> None:
         "--help", "--version", "ask --help", "train --help", "eval --help", "serve --help", "push --help",
         "aks", "ask --hlp", "ask nano q --encoder maybe", "ask nano q --doc nowhere.txt", "ask nano q --workers none",
         "train nowhere.yaml", "train configs/nano.yaml train.stpes=3", "answers configs/nano.yaml --vllm nothing",
-        "eval nowhere", "eval nano data=a.jsonl data.nmu=3", "eval nano data=b", "serve nano --encoder x",
+        "eval nowhere", "eval nano data=a.jsonl data.nmu=3", "serve nano --encoder x",
         "bench --help", "bench mehtods", "bench methods --qestions 3", "bench serve --help",
         "bench paper --questions x",
     ],

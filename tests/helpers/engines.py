@@ -195,7 +195,7 @@ def served(folder: Path, model: CombForCausalLM, *, pool_dtype: str = "auto", **
 def instance(**options: Any) -> Iterator[Path]:
     """The environment of an instance with room for some hundred tokens of documents; `options` of `ServeOptions`."""
     folder = Path(tempfile.mkdtemp(dir=default_root(), prefix="comb-test-"))
-    values = ServeOptions("any", **{"pool_bytes": "1MiB", "pool_block": BLOCK, **options}).environment(folder)
+    values = ServeOptions("any", **{"pool_bytes": 2**20, "pool_block": BLOCK, **options}).environment(folder)
     os.environ.update(values)
     make_secret(folder)
     try:

@@ -246,7 +246,7 @@ def linked_engine(
     adapter = None if link_tokens is None else str(link_tokens)
     prose = FRONT if parsed.front == "prose" else []
     ours = engine_options(parsed, prose if adapter is None else front_for(parsed, "", adapter), adapter)
-    with instance(pool_bytes="8MiB", **(kept or {})) as place, engine(backbone.name_or_path, **ours, **options) as llm:
+    with instance(pool_bytes=2**23, **(kept or {})) as place, engine(backbone.name_or_path, **ours, **options) as llm:
         known = three_documents(model.config.get_text_config().vocab_size)
         found = LinkedEngine(llm, model, place, known, parsed.front)
         try:

@@ -116,7 +116,6 @@ def serve(adapter: Path, folder: Path, *options: str, pool: str = "2MiB") -> Ite
     """`comb serve ADAPTER` with small caches; `options` come behind `FLAGS`. Its log lies beside `folder`."""
     port = free_port()
     arguments = [str(adapter), "--comb-pool-bytes", pool, "--port", str(port), "--host", "127.0.0.1"]
-    arguments += ["--comb-log-format", "json"]
     environment = {**os.environ, "VLLM_LOGGING_LEVEL": "WARNING", ROOT: str(folder), "COMB_ADMIN_KEY": ADMIN}
     environment.pop(INSTANCE_DIR, None)  # of an engine in this process
     log = folder.with_suffix(".log")

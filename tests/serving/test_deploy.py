@@ -118,7 +118,7 @@ def test_servers_are_started_with_options_that_exist_and_have_room_and_time(name
     options, others = ServeOptions.read(context.params), context.args
     assert options.checkpoint == "/adapter"
     assert options.disk_path is not None
-    assert parse_bytes(server.shared_memory) > parse_bytes(options.pool_bytes)
+    assert parse_bytes(server.shared_memory) > options.pool_bytes
     assert server.grace_seconds >= options.drain_seconds + 5
     assert server.health == {"/health"}
     flags = read_flags(others, {})

@@ -25,13 +25,14 @@ from comb_serving.config.serve_options import ServeOptions, pool_path
 from comb_serving.encoding import supervisor
 from comb_serving.encoding.process import EncoderWorker, batches, drop_decoder
 from comb_serving.encoding.protocol import EncodeJob, EncoderError, MessageError, decode_message, encode_message
-from comb_serving.encoding.supervisor import ENCODER, EncoderProcesses
+from comb_serving.encoding.supervisor import ENCODER, EncoderProcess
 from comb_serving.manager.leases import WantedDocument
 from comb_serving.manager.manager import PICManager
 from comb_serving.pool.capability import PoolHandle
 from comb_serving.pool.shared_pool import PoolLayout, SharedPool
 from tests.helpers.fakes import until
 from tests.helpers.families import tiny
+from tests.helpers.stores import check_manager
 
 BLOCKS = 64
 DIES, HANGS, LIES = 666, 777, 888
@@ -79,11 +80,11 @@ def make_pools(adapter: CombForCausalLM, folder: Path, ranks: int = 1) -> list[S
 
 @asynccontextmanager
 async def running(
-    nano_adapter: Path, folder: Path, pool: SharedPool, *, count: int = 1, **more: Any
-) -> AsyncIterator[tuple[PICManager, EncoderProcesses]]:
-    options = ServeOptions(str(nano_adapter), encoders=count, **more)
+    nano_adapter: Path, folder: Path, pool: SharedPool, **more: Any
+) -> AsyncIterator[tuple[PICManager, EncoderProcess]]:
+    options = ServeOptions(str(nano_adapter), **more)
     environment = {**os.environ, **options.environment(folder)}
-    encoders = EncoderProcesses(environment, count=count, start_seconds=120)
+    encoders = EncoderProcess(environment, start_seconds=120)
     encoders.start()
     try:
         yield PICManager(pool.layout, encoders), encoders
@@ -119,10 +120,8 @@ async def test_the_pool_holds_what_encode_gives_bit_for_bit(
     pools = make_pools(adapter, folder)
     pools[0].tensor.fill_(float("nan"))
     tiers = {"host_bytes": 2**20, "disk_path": str(tmp_path / "disk")}
-    async with running(nano_adapter, folder, pools[0], count=2, **tiers) as (manager, encoders):
+    async with running(nano_adapter, folder, pools[0], **tiers) as (manager, encoders):
         assert (await encoders.identity()).fingerprint == adapter.fingerprint
-        await until(lambda: all(encoder.writer is not None for encoder in encoders.watched))
-        assert sorted(path.name for path in (tmp_path / "disk").iterdir()) == ["encoder-0-of-2", "encoder-1-of-2"]
         for number in range(3):
             (one,) = await wanted(manager, range(number, number + 1), 13 + number)
             lease = await manager.acquire([one])
@@ -147,7 +146,7 @@ async def test_the_pool_holds_what_encode_gives_bit_for_bit(
         with pytest.raises(ValueError, match="split it"):
             await manager.keys([(5,) * 10**6], "")
         lease.release()
-        manager.check_integrity()
+        check_manager(manager)
 
 
 @pytest.mark.slow
@@ -302,14 +301,14 @@ def test_what_encoding_needs_is_kept_and_the_rest_is_freed(family: str) -> None:
     assert sum(p.numel() for p in model.parameters()) < 0.6 * size
 
 
-def start(folder: Path, **more: Any) -> EncoderProcesses:
+def start(folder: Path, **more: Any) -> EncoderProcess:
     command = [sys.executable, "-c", PROGRAM, str(folder)]
-    encoders = EncoderProcesses(dict(os.environ), command=command, start_seconds=30, **more)
+    encoders = EncoderProcess(dict(os.environ), command=command, start_seconds=30, **more)
     encoders.start()
     return encoders
 
 
-def submit(encoders: EncoderProcesses, token: int = 1, number: int = 0) -> Any:
+def submit(encoders: EncoderProcess, token: int = 1, number: int = 0) -> Any:
     return encoders.submit(f"{number:064x}", [token], PoolHandle(1, (0,)))
 
 
@@ -346,7 +345,7 @@ async def test_other_weights_after_a_restart_are_refused(folder: Path) -> None:
 
 async def test_an_encoder_that_cannot_start_is_an_error_and_not_a_wait(folder: Path) -> None:
     command = [sys.executable, "-c", "raise SystemExit(1)"]
-    encoders = EncoderProcesses(dict(os.environ), command=command, start_seconds=30)
+    encoders = EncoderProcess(dict(os.environ), command=command, start_seconds=30)
     waiting = submit(encoders)
     encoders.start()
     with pytest.raises(EncoderError, match="at their start"):
@@ -377,12 +376,12 @@ async def test_encoders_that_no_longer_start_are_a_fault_until_one_does(
     (folder / "broken").unlink()
     await until(lambda: encoders.fault() is None)
     assert (await submit(encoders, number=1)).tier == "encoded"
-    process = encoders.watched[0].process
+    process = encoders.process
     process.kill()
     while encoders.restarts < 5:
         assert encoders.fault() is None  # being started again is none
         await asyncio.sleep(0.001)
-        if encoders.watched[0].process not in (None, process):
+        if encoders.process not in (None, process):
             break
     await encoders.stop()
 
@@ -390,7 +389,7 @@ async def test_encoders_that_no_longer_start_are_a_fault_until_one_does(
 async def test_nothing_runs_after_the_end(folder: Path) -> None:
     encoders = start(folder)
     await encoders.identity()
-    process = encoders.watched[0].process
+    process = encoders.process
     hanging = submit(encoders, HANGS)
     await encoders.stop()
     assert process.returncode is not None

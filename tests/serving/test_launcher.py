@@ -17,7 +17,7 @@ from typing import Any
 import pytest
 
 from comb_serving.config.instance import LOCK, PREFIX, instance_folder, note_segments, remove_abandoned
-from comb_serving.config.serve_options import ServeOptions, flag_of, key_hash, parse_bytes, parse_pool_size, parse_share
+from comb_serving.config.serve_options import ServeOptions, flag_of, key_hash, parse_bytes, parse_share
 from comb_serving.launch.launcher import launch, read_flags, tokenizer_flags
 from comb_serving.launch.server_process import ServerProcess
 from tests.helpers.processes import gone, wait_for, wait_until_gone
@@ -62,7 +62,7 @@ def test_the_server_gets_its_environment_and_the_folder_goes(tmp_path: Path, mon
     monkeypatch.setenv("VLLM_SERVER_DEV_MODE", "1")
     server, seen, root = program(tmp_path, "sys.exit(3)")
     arguments = ["--max-model-len", "64", "-tp", "2", "--api-key", "k"]
-    options = ServeOptions("owner/adapter", pool_bytes="4096", pool_dtype="fp8")
+    options = ServeOptions("owner/adapter", pool_bytes=4096, pool_dtype="fp8")
     assert launch(options, arguments, root=root, server=server) == 3
     found = told(seen)
     assert found["argv"][:2] == ["--model", "owner/adapter"]
@@ -72,7 +72,7 @@ def test_the_server_gets_its_environment_and_the_folder_goes(tmp_path: Path, mon
     assert not {"PROMETHEUS_MULTIPROC_DIR", "VLLM_SERVER_DEV_MODE"} & set(environment)
     assert "COMB_ADMIN_KEY" not in environment
     options = ServeOptions.from_environment(environment)
-    assert (options.pool_bytes, options.pool_dtype, options.ranks, len(options.key_hashes)) == ("4096", "fp8", 2, 1)
+    assert (options.pool_bytes, options.pool_dtype, options.ranks, len(options.key_hashes)) == (4096, "fp8", 2, 1)
     assert "k" not in options.key_hashes
     assert list(root.iterdir()) == []
     assert 1 <= int(environment["VLLM_CPU_KVCACHE_SPACE"]) <= 4
@@ -96,7 +96,7 @@ def test_an_adapter_without_a_tokenizer_has_its_backbones(tmp_path: Path) -> Non
 def test_a_plain_model_brings_its_arguments_and_keeps_its_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     server, seen, root = program(tmp_path, "sys.exit(0)")
     engine = {"kv_transfer_config": {"kv_role": "kv_both"}, "scheduler_cls": "a.B", "no_such": True, "other": False}
-    options = ServeOptions("nano", method="naive", pool_bytes="9")
+    options = ServeOptions("nano", method="naive", pool_bytes=9)
     launch(options, [], engine=engine, root=root, server=server)
     argv = told(seen)["argv"]
     assert argv[2:4] == ["--served-model-name", "nano"]
@@ -406,8 +406,6 @@ def test_flags_that_cannot_be_served_are_refused() -> None:
     [
         (parse_bytes, {"512MiB": 512 * 2**20, "8GB": 8 * 10**9, "17": 17, "1.5 KiB": 1536, "2g": 2 * 10**9,
                        "1TB": 10**12, "1TiB": 2**40}, ["", "big", "-1", "1 XB"], "512MiB"),
-        (parse_pool_size, {"1KiB": "1024", "25%": "25%", " 12.5 % ": "12.5%"},
-         ["0", "0%", "100%", "-3%", "a%", "%", "big"], "between 0% and 100%|like 25%"),
         (parse_share, {"100%": 1.0, " 12.5 %": 0.125}, ["0%", "101%", "-3%", "1", "big"], "above 0% and at most 100%"),
     ],
 )  # fmt: skip
@@ -430,7 +428,10 @@ def test_options_survive_the_environment() -> None:
     assert ServeOptions.from_environment(options.environment(Path("/place"))) == options
     with pytest.raises(ValueError, match="comb serve"):
         ServeOptions.from_environment({})
-    for wrong, message in (({"encoders": 0}, "encoders"), ({"pool_memory": "cuda"}, "auto or host, not 'cuda'")):
+    for wrong, message in (
+        ({"pool_block": 0}, "pool_block"), ({"pool_memory": "cuda"}, "auto or host, not 'cuda'"),
+        ({"pool_bytes": 0}, "no room for a document"),
+    ):  # fmt: skip
         with pytest.raises(ValueError, match=message):
             ServeOptions("a", **wrong)
     assert os.environ.get("COMB_SERVE_OPTIONS") is None
@@ -438,11 +439,11 @@ def test_options_survive_the_environment() -> None:
 
 def test_the_command_line_is_read_into_values() -> None:
     given = {"checkpoint": "a", "host_bytes": "1KiB", "disk_bytes": None, "tenant_share": "25%", "encoder": "off",
-             "admin_hash": "key", "pool_bytes": "25%"}  # fmt: skip
+             "admin_hash": "key", "pool_bytes": "2GiB"}  # fmt: skip
     options = ServeOptions.read(given)
     assert (options.host_bytes, options.disk_bytes, options.tenant_share, options.encoder) == (1024, None, 0.25, False)
     assert options.admin_hash == key_hash("key")
-    assert options.given("encoder", "encoders", "pool_bytes") == ["--encoder", "--comb-pool-bytes"]
+    assert options.given("encoder", "pool_block", "pool_bytes") == ["--encoder", "--comb-pool-bytes"]
     for wrong, message in (({"host_bytes": "big"}, "512MiB"), ({"encoder": "x"}, "--encoder is on or off, not 'x'")):
         with pytest.raises(ValueError, match=message):
             ServeOptions.read({**given, **wrong})

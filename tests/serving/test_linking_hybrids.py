@@ -231,7 +231,7 @@ def test_states_are_captured_chunk_by_chunk_and_composed(tokens: int, monkeypatc
     from comb_serving.vllm.linking.links import CaptureCommand, ComposeCommand
     from comb_serving.vllm.linking.states import DocumentStates, StateLayer, state_layer
 
-    monkeypatch.setattr("comb_serving.vllm.linking.states._channels_first", lambda: False)
+    monkeypatch.setattr("comb_serving.vllm.linking.states.is_conv_state_dim_first", lambda: False)
     mamba: Any = _Mamba()
     layer: StateLayer = state_layer("layer", mamba)
     states = DocumentStates({"layer": layer})

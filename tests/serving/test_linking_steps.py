@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-from itertools import product
+import itertools
 from typing import Any
 
 import pytest
 
+from tests.helpers.engines import answer, greedy
 from tests.helpers.linked import (
     PROMPTS,
     LinkedEngine,
+    LinkedPrompt,
     check_nothing_is_left,
     largest_difference,
     linked_engine,
@@ -45,7 +47,7 @@ def test_answers_are_the_same_however_steps_are_made(llama: Any, options: dict[s
 
 @pytest.mark.parametrize(
     ("options", "steps"),
-    [({}, 1), ({"max_num_batched_tokens": 32}, 2), ({"max_num_seqs": 3}, 2)],
+    [({}, 1), ({"max_num_batched_tokens": 16}, 2), ({"max_num_seqs": 3}, 2)],
     ids=["room for all seams", "too few tokens", "too few rows"],
 )
 def test_seams_and_question_are_one_step_where_they_fit(llama: Any, options: dict[str, Any], steps: int) -> None:
@@ -61,6 +63,41 @@ def test_seams_and_question_are_one_step_where_they_fit(llama: Any, options: dic
             assert (taken > 1) == (steps > 1)
             check_nothing_is_left(linked.scheduler)
             assert list(outputs[0].outputs[0].token_ids) == linked.reference(prompt, "legolink:4", 4)[0]
+
+
+@pytest.mark.parametrize("rows", [1, 2])
+def test_who_links_has_its_turn_while_others_fill_the_batch_and_queue(llama: Any, rows: int) -> None:
+    """Its seams can't begin beside others: it waits with its blocks, and who comes later isn't let in first."""
+    with linked_engine(llama, "focus:0.3", max_num_seqs=rows) as linked:
+        driver = linked.llm.llm_engine
+        for prompt, method in ((PROMPTS[0], "focus:0.3"), (LinkedPrompt("ABCBACABC"), "legolink:1")):
+            asked, names, answers, steps = linked.request(prompt, method, 1), itertools.count(), [], 0
+            while not answers:
+                while driver.get_num_unfinished_requests() < rows + 3:
+                    name = f"{method} {next(names)}"
+                    driver.add_request(name, *(asked if name.endswith(" 2") else linked.request(PROMPTS[5], "full", 6)))
+                answers = [one for one in driver.step() if one.request_id == f"{method} 2" and one.finished]
+                steps += 1
+                assert steps < 60
+            assert list(answers[0].outputs[0].token_ids) == linked.reference(prompt, method, 1)[0]
+            while driver.has_unfinished_requests():
+                driver.step()
+        check_nothing_is_left(linked.scheduler)
+
+
+def test_no_prompt_that_is_not_cut_waits_for_ever_for_seams_behind_it(llama: Any) -> None:
+    uncut = {"enable_chunked_prefill": False, "max_num_batched_tokens": 256}
+    with linked_engine(llama, **uncut) as linked:
+        driver, asked = linked.llm.llm_engine, linked.request(PROMPTS[0], "legolink:4", 4)
+        for name, long in (("one", 250), ("other", 248)):
+            driver.add_request(name, {"prompt_token_ids": [5 + place % 50 for place in range(long)]}, greedy(4))
+        driver.add_request("linked", *asked)
+        answers = {}
+        for _ in range(30):
+            answers |= {one.request_id: answer(one) for one in driver.step() if one.finished}
+        assert list(answers) == ["one", "other", "linked"]
+        assert largest_difference(answers["linked"], linked.reference(PROMPTS[0], "legolink:4", 4)) < EXACT
+        check_nothing_is_left(linked.scheduler)
 
 
 def test_two_ranks_link_each_its_own_heads(llama: Any, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -87,7 +124,7 @@ def test_in_chunks_who_leaves_leaves_nothing_and_disturbs_nobody(llama: Any) -> 
     ) as other:
         check_answers(other)  # and now all are compiled
         # waiting, while its question looks, in the middle of its seams, at its query, while it answers
-        for method, steps in product(("legolink:16", "focus:0.3"), range(8)):
+        for method, steps in itertools.product(("legolink:16", "focus:0.3"), range(8)):
             other.leave(other.request(PROMPTS[4], method, 20), steps)
         other.llm.llm_engine.step()
         check_nothing_is_left(other.scheduler)

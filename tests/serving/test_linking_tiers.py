@@ -9,7 +9,6 @@ import pytest
 import torch
 
 from comb_serving.encoding.kept import KeptDocuments, kept_store
-from tests.helpers.engines import SMALL, greedy
 from tests.helpers.linked import PROMPTS, LinkedEngine, largest_difference, linked_engine
 from tests.helpers.processes import wait_for
 
@@ -105,21 +104,3 @@ def test_a_document_comes_back_from_every_tier(llama: Any, tmp_path: Path) -> No
         fetched(linked, "disk")
         linked.llm.collective_rpc("comb_forget", args=("A",))
         wait_for(lambda: linked.fetch("A", "naive") is None)
-
-
-@pytest.mark.slow
-def test_an_offline_engine_finds_the_documents_of_the_one_before(tmp_path: Path) -> None:
-    from comb_serving import LLM
-
-    options = {**SMALL, "method": "legolink:4", "disk_path": str(tmp_path), "pool_bytes": 2**20, "pool_block": 4}
-
-    def asked() -> tuple[str, str, str]:
-        with LLM("nano", **options) as llm:
-            (output,) = llm.generate("A question", greedy(4), documents=["Some text that is kept."])
-            (again,) = llm.generate("A question", greedy(4), documents=["Some text that is kept."])
-        (first,), (second,) = output.comb["documents"], again.comb["documents"]
-        assert list(output.outputs[0].token_ids) == list(again.outputs[0].token_ids)
-        return first["state"], first.get("tier"), second["tier"]
-
-    assert asked() == ("compiled", None, "pool")
-    assert asked() == ("hit", "disk", "pool")

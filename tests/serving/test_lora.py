@@ -22,6 +22,7 @@ from tests.helpers.processes import wait_for
 from tests.helpers.served import logprobs as served_logprobs
 from tests.helpers.served import serve
 from tests.helpers.served import states as served_states
+from tests.helpers.stores import check_manager
 
 LLM: Any = pytest.importorskip("comb_serving.offline", reason="needs vllm", exc_type=ImportError).LLM
 pytestmark = [pytest.mark.vllm, pytest.mark.usefixtures("plugin")]
@@ -85,7 +86,7 @@ def test_answers_are_the_librarys_over_the_merged_model(llm: LLM, libraries: Any
         if name:  # the controls
             assert logs(answer) != pytest.approx(expected(libraries, "", rule, shared=False), abs=100 * CLOSE)
             assert logs(answer) != pytest.approx(expected(libraries, name, rule, shared=not shared), abs=10 * CLOSE)
-    llm.preprocessor.manager.check_integrity()
+    check_manager(llm.preprocessor.manager)
 
 
 def test_documents_of_another_lora_are_others(llm: LLM, libraries: Any) -> None:

@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 
 from comb_serving.api.conversation import messages_of
 from comb_serving.api.http import RequestError
+from comb_serving.api.middleware import CombMiddleware
 from comb_serving.api.response import ResponseWriter
 from comb_serving.api.routes import CHAT, COMPLETIONS, GENERATION, MESSAGES, PASSED, RESPONSES
 from comb_serving.config.serve_options import key_hash
@@ -168,6 +169,32 @@ async def test_routes_are_a_list_and_nobody_is_read_without_a_key() -> None:
     send = AsyncMock()
     await server.app({"type": "websocket", "path": "/v1/realtime", "headers": []}, AsyncMock(), send)
     send.assert_awaited_once_with({"type": "websocket.close", "code": 1008})
+
+
+async def test_other_origins_are_answered_as_vllm_answers_them(server: Server) -> None:
+    """What comes from here, too: a browser shows nothing else of an answer, nor of an error."""
+    pytest.importorskip("starlette", reason="comes with vLLM")
+    from starlette.applications import Starlette
+    from starlette.middleware.cors import CORSMiddleware
+    from starlette.routing import Mount
+
+    app = Starlette(routes=[Mount("/", server.echo)])
+    app.add_middleware(CORSMiddleware, allow_origins=["http://a.b"], allow_methods=["*"], allow_headers=["*"])
+    app.add_middleware(CombMiddleware, front=server.app.front())
+    for origin, allowed in ((b"http://a.b", "http://a.b"), (b"http://other", None)):
+        own = [(b"origin", origin)]
+        ahead = [*own, (b"access-control-request-method", b"POST"), (b"access-control-request-headers", b"x-mine")]
+        answers = [await Client(app).send("OPTIONS", path, more=ahead) for path in (CHAT, "/v1/documents", "/v1/comb")]
+        assert [answer.status for answer in answers] == [400 if allowed is None else 200] * 3
+        for path, body, status in (
+            (CHAT, ASK[CHAT], 200), (CHAT, chat(documents=[3]), 400), ("/v1/documents", {"text": "x"}, 200),
+            ("/v1/nothing", {}, 404),
+        ):  # fmt: skip
+            answers.append(await Client(app).post(path, body, more=own))
+            assert answers[-1].status == status
+        for answer in answers:
+            assert answer.headers.get("access-control-allow-origin") == allowed
+            assert answer.headers["vary"].split(", ").count("Origin") == 1
 
 
 @pytest.mark.parametrize("depth", [5_000, 100_000])

@@ -13,6 +13,7 @@ from comb_training.nano import CHECKPOINT
 from tests.helpers.engines import SMALL
 from tests.helpers.plain import PlainLibrary, logs
 from tests.helpers.processes import wait_for
+from tests.helpers.stores import check_manager
 
 LLM: Any = pytest.importorskip("comb_serving.offline", reason="needs vllm", exc_type=ImportError).LLM
 pytestmark = [pytest.mark.vllm, pytest.mark.usefixtures("plugin")]
@@ -53,7 +54,7 @@ def test_answers_are_the_librarys(llm: LLM, library: PlainLibrary, method: str |
         assert logs(answer) == pytest.approx(expected, abs=1e-4)
         assert answer.comb["method"] == (method or METHOD)
         assert ("linked_tokens" in answer.comb) == (used != "full")
-    llm.preprocessor.manager.check_integrity()
+    check_manager(llm.preprocessor.manager)
 
 
 def test_weights_stay_what_documents_were_compiled_with(llm: LLM) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 from typing import Any
 
 import pytest
@@ -207,7 +208,8 @@ async def test_what_the_engine_says_is_in_the_answer_the_log_and_the_metrics(
         answer = await server.chat(stream=stream)
     comb = answer.events[0]["comb"] if stream else answer.json["comb"]
     assert {name: comb.get(name) for name in said} == said
-    assert [record.comb["linked_tokens"] for record in caplog.records if hasattr(record, "comb")] == [20]
+    found = [json.loads(line.removeprefix("request ")) for line in caplog.messages if line.startswith("request {")]
+    assert [line["linked_tokens"] for line in found] == [20]
     prompts = {"prompt": ["a", "b"], "documents": DOCUMENTS}  # of which of them, nobody knows
     assert "linked_tokens" not in (await server.post(COMPLETIONS, prompts)).json["comb"]
     counted = server.manager.counters.prompt_tokens
@@ -216,3 +218,22 @@ async def test_what_the_engine_says_is_in_the_answer_the_log_and_the_metrics(
     assert server.sample("documents_total", state="compiled") == server.sample("compile_seconds_count") == 2
     assert server.sample("method", method=METHOD) == 1
     assert server.sample("encoder_enabled") is server.sample("encode_seconds_count") is None
+
+
+async def test_requests_of_one_name_at_one_time_have_a_report_each(told: Any) -> None:
+    receiver, sender = told
+    server, both = plain(reports=receiver), asyncio.Barrier(2)
+
+    async def engine(scope: Any, receive: Any, send: Any) -> None:
+        async def admitted(message: Any) -> None:
+            if message["type"] == "http.response.start":
+                sender.send(name_of(server.echo.bodies[-1]["vllm_xargs"][KEY]), LinkReport(3, 20, 11))
+                await both.wait()
+            await send(message)
+
+        await server.echo(scope, receive, admitted)
+
+    server.app.app = engine
+    body = {"messages": ASKED, "documents": DOCUMENTS}
+    asked = (server.post(CHAT, body, more=[(b"x-request-id", b"same")]) for _ in range(2))
+    assert [answer.json["comb"].get("linked_tokens") for answer in await asyncio.gather(*asked)] == [20, 20]

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import inspect
-import shutil
 from collections.abc import Sequence
 from importlib import import_module
 from pathlib import Path
@@ -16,7 +15,7 @@ import torch
 from comb.model.config import CombEncoderConfig
 from comb_serving.pool.capability import KEY, MARK, Capability, PoolHandle, digest, pack
 from comb_serving.pool.shared_pool import PoolLayout, SharedPool
-from comb_serving.vllm.decoder_pool import rank_layout, total_bytes
+from comb_serving.vllm.decoder_pool import rank_layout
 from comb_serving.vllm.rows import RequestDocuments
 
 A, B = PoolHandle(5, (3, 1)), PoolHandle(4, (0,))
@@ -132,12 +131,6 @@ def test_ranks_divide_the_pool() -> None:
     assert small.num_blocks > one.num_blocks
     with pytest.raises(ValueError, match="a pool of 100 bytes is less than one block of 4 tokens, 768 bytes"):
         rank_layout(config, ranks=1, **{**size, "total": 100})
-
-
-def test_a_share_is_of_the_memory_that_the_pool_is_made_in(tmp_path: Path) -> None:
-    assert total_bytes("4096", torch.device("cpu"), tmp_path, ranks=2) == 4096
-    whole = shutil.disk_usage(tmp_path).total
-    assert total_bytes("12.5%", torch.device("cpu"), tmp_path, ranks=2) == whole // 8
 
 
 @pytest.mark.vllm

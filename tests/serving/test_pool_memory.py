@@ -164,17 +164,11 @@ def test_a_handle_survives_json_and_finds_its_gpu(gpus: list[Any], monkeypatch: 
         memory.open_exported(fields)
 
 
-def test_memory_that_has_no_handle_is_refused(gpus: list[Any], monkeypatch: pytest.MonkeyPatch) -> None:
-    with pytest.raises(CannotShareError, match="expandable"):
+def test_memory_that_has_no_handle_is_refused(gpus: list[Any]) -> None:
+    with pytest.raises(CannotShareError, match="expandable_segments:True out of PYTORCH_ALLOC_CONF, or"):
         memory.export(Storage(b"e"))  # type: ignore[arg-type]
     with pytest.raises(CannotShareError, match="--comb-pool-memory host"):
         memory.export(torch.zeros(3))  # of a CPU: torch refuses it
-    memory.check_shareable()
-    monkeypatch.setenv("PYTORCH_CUDA_ALLOC_CONF", "max_split_size_mb:64, expandable_segments: True")
-    with pytest.raises(CannotShareError, match="PYTORCH_CUDA_ALLOC_CONF has expandable_segments:True"):
-        memory.check_shareable()
-    monkeypatch.setenv("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:False")
-    memory.check_shareable()
 
 
 def test_a_pool_of_a_gpu_is_a_handle_under_its_path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -156,7 +156,7 @@ def test_plain_models_say_how_they_link(shell: Shell) -> None:
         ("nano", ["--method", "legolink:-1"], "at least 0"),
         ("nano", ["--method", "naive", "--encoder", "off"], "--encoder is for adapters"),
         ("nano", ["--method", "naive", "--backbone", "nano"], "--backbone is for adapters"),
-        ("nano", ["--method", "naive", "--comb-encoders", "2"], "--comb-encoders is for adapters"),
+        ("nano", ["--method", "naive", "--comb-pool-memory", "host"], "--comb-pool-memory is for adapters"),
         ("nano", ["--method", "naive", "--comb-pool-dtype", "fp8"], "--comb-pool-dtype is for adapters"),
         ("nano", ["--method", "full", "--audit", "0.1"], "nothing is linked here"),
         ("adapter", ["--audit", "0.1"], "nothing is linked here"),

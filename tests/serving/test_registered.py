@@ -258,8 +258,7 @@ async def test_a_time_to_live_ends_though_nobody_asks(tmp_path: Path, monkeypatc
     server = await started(tmp_path)
     assert [await add(server, "a", ttl_s=0.05), await add(server, "b")] == [200] * 2
     kept = server.app.front().preprocessor.registered
-    await until(lambda: len(files(tmp_path)) == 1)
-    assert len(server.manager.pool.entries) == 1
+    await until(lambda: (len(files(tmp_path)), len(server.manager.pool.entries)) == (1, 1))
     kept.stop()
 
 

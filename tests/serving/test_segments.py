@@ -6,7 +6,6 @@ import random
 import re
 import subprocess
 import sys
-import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -172,38 +171,11 @@ def test_a_salt_in_a_body_finds_what_came_under_it(server: Served) -> None:
     server.wait_until_idle()
 
 
-def test_many_clients_at_once_get_their_own_answers(server: Served, library: PlainLibrary) -> None:
-    """Segments are seen, compiled, linked and turned out meanwhile; who wants none has the plain answers."""
-    draw = random.Random(7)
-    chunks = [passage(DRAW, 20) for _ in range(40)]  # more than the pool holds
-    asked = [messages(draw.sample(chunks, 5), f"Where is Ada now, {n}?") for n in range(48)]
-    wanted = {n: library.logs(library.chat(asked[n]), "full", 8) for n in range(0, 48, 6)}
-
-    def answer(number: int) -> Any:
-        more = {"comb": {"segments": "off"}} if number in wanted else {}
-        return ask(server, asked[number], draw.choice(["alice", "bob"]), **more)
-
-    with ThreadPoolExecutor(8) as pool:
-        answers = list(pool.map(answer, range(48)))
-    for number, logs in wanted.items():
-        assert logprobs((200, answers[number])) == pytest.approx(logs, abs=CLOSE)
-    time.sleep(0.5)  # nobody waits: what was seen twice is compiled
-    linked = [ask(server, each) for each in asked[:12]]
-    reports = [each["comb"] for each in linked if "comb" in each]
-    assert reports
-    for each in reports:
-        assert 0 <= each["linked_tokens"] <= sum(document["tokens"] for document in each["documents"])
-    server.wait_until_idle()
-
-
 def test_what_can_not_be_linked_is_plain(server: Served) -> None:
     long = messages([passage(DRAW, 24) for _ in range(3)])
     for more in ({"echo": True}, {"truncate_prompt_tokens": 100}, {"prompt_logprobs": 1}):
         assert "comb" not in ask(server, long, **more)
     assert "comb" not in ask(server, [{"role": "user", "content": "Hi"}])
-    for wrong in ("on", 3):
-        status, answer = server.request("POST", CHAT, {"model": "nano", "messages": long, "comb": {"segments": wrong}})
-        assert (status, 'comb.segments is "auto" or "off"' in answer["error"]["message"]) == (400, True)
     server.wait_until_idle()
 
 

@@ -272,16 +272,6 @@ def test_documents_written_into_messages_are_linked_and_counted(plain: Served, l
     plain.wait_until_idle()
 
 
-def test_the_method_is_switched(plain: Served) -> None:
-    assert plain.request("POST", "/v1/comb", {"method": "naive"})[0] == 401
-    try:
-        assert plain.request("POST", "/v1/comb", {"method": "full"}, key="boss")[1]["method"] == "full"
-        assert states(chat(plain)) == ["inlined"] * 3
-    finally:
-        assert plain.request("POST", "/v1/comb", {"method": METHOD}, key="boss")[0] == 200
-    assert chat(plain)[1]["comb"]["method"] == METHOD
-
-
 def test_what_cannot_be_is_said(plain: Served) -> None:
     long = " ".join(["long"] * 2000)
     for body, words in (

@@ -10,7 +10,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from transformers import AutoTokenizer
 
+from comb.documents.document import PromptBuilder
+from comb_serving.api.conversation import converted
+from comb_serving.api.http import RequestError
 from comb_serving.api.routes import CHAT, MESSAGES, RESPONSES
 from comb_training.nano import CHECKPOINT
 from tests.helpers.plain import PlainLibrary
@@ -94,6 +98,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def tools(plugin: None, model: Path) -> Iterator[Served]:
     options = ["--method", METHOD, "--enable-auto-tool-choice", "--tool-call-parser", "hermes"]
+    options += ["--anthropic-disabled-thinking-effort", "low"]
     with serve(model, model.with_name("r"), *options) as server:
         yield server
         server.wait_until_idle()
@@ -112,14 +117,14 @@ def said(path: str, found: Any) -> Any:
         return found["choices"][0]["message"]["content"], usage["prompt_tokens"]
     if path == RESPONSES:
         return "".join(part["text"] for item in found["output"] for part in item["content"]), usage["input_tokens"]
-    return found["content"][0]["text"], usage["input_tokens"] + usage.get("cache_read_input_tokens", 0)
+    return found["content"][0]["text"], sum(usage[name] for name in usage if name.endswith("input_tokens"))
 
 
 @pytest.mark.parametrize("path", [CHAT, RESPONSES, MESSAGES])
 def test_the_prompt_is_what_vllm_itself_makes_of_it(tools: Served, path: str) -> None:
     """`full` has documents in the prompt and nothing linked: as if a client had written them into its first message."""
     full = {"documents": TEXTS, "comb": {"method": "full"}}
-    for more in ({}, EFFORT[path]):
+    for more in ({}, *EFFORT[path]):
         found, own = (
             ask(tools, path, bodies(FIRST)[path], **full, **more),
             ask(tools, path, bodies(DOCUMENTS + FIRST)[path], **more),
@@ -131,10 +136,10 @@ def test_the_prompt_is_what_vllm_itself_makes_of_it(tools: Served, path: str) ->
     assert said(path, ask(tools, path, bare, **full))[1] < said(path, own)[1]  # the control: tools are in the prompt
 
 
-EFFORT: dict[str, dict[str, Any]] = {
-    CHAT: {"reasoning_effort": "low"},
-    RESPONSES: {"reasoning": {"effort": "low"}},
-    MESSAGES: {"output_config": {"effort": "low"}},
+EFFORT: dict[str, list[dict[str, Any]]] = {
+    CHAT: [{"reasoning_effort": "low"}],
+    RESPONSES: [{"reasoning": {"effort": "low"}}],
+    MESSAGES: [{"output_config": {"effort": "low"}}, {"thinking": {"type": "disabled"}}],
 }
 
 
@@ -206,3 +211,23 @@ def test_what_cannot_be_converted_is_said(tools: Served) -> None:
         assert tools.request("POST", "/v1/documents", {"id": "dan", "text": "Dan lives under the stairs."})[0] == 200
         status, found = tools.request("POST", path, {"model": "nano", "documents": TEXTS, **body})
         assert (status, words in found["error"]["message"]) == (400, True), found
+
+
+EMPTY = {"role": "user", "content": None}
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "said"),
+    [
+        (CHAT, {"messages": [EMPTY]}, "messages[0].content: Input should be a valid string"),
+        (CHAT, {"messages": [{"content": "x"}]}, "messages[0].role: Field required"),
+        (CHAT, {**bodies(FIRST)[CHAT], "tools": [{"type": "function"}]}, "tools[0].function: Field required"),
+        (RESPONSES, {"input": [EMPTY]}, "input[0].content: Input should be a valid string"),
+        (RESPONSES, {"input": [{"type": "function_call_output", "call_id": "a"}]}, "input[0].output: Field required"),
+        (MESSAGES, {**bodies(FIRST)[MESSAGES], "max_tokens": None}, "max_tokens: Input should be a valid integer"),
+    ],
+)
+def test_what_vllm_has_against_a_body_is_a_line_that_names_the_field(path: str, body: Any, said: str) -> None:
+    with pytest.raises(RequestError) as found:
+        converted(path, {"model": "nano", **body}, PromptBuilder(AutoTokenizer.from_pretrained(CHECKPOINT)), "none")
+    assert (found.value.status, found.value.message) == (400, said)

@@ -156,8 +156,12 @@ async def test_nothing_is_held_over_a_tenants_share() -> None:
     server.check_idle()
 
 
-@pytest.mark.parametrize(("asked", "message"), [("auto", "without --comb-segments"), ("on", '"auto" or "off"')])
-def test_a_request_widens_nothing_that_the_operator_has_not_allowed(asked: str, message: str, server: Server) -> None:
+@pytest.mark.parametrize(
+    ("asked", "message"), [("auto", "without --comb-segments"), ("on", '"auto" or "off"'), (3, '"auto" or "off"')]
+)
+def test_a_request_widens_nothing_that_the_operator_has_not_allowed(
+    asked: object, message: str, server: Server
+) -> None:
     choice = server.app.front().preprocessor.choice
     with pytest.raises(RequestError, match=message):
         choice.of_request({"segments": asked})

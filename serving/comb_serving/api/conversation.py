@@ -10,9 +10,7 @@ import json
 import re
 import secrets
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
-from dataclasses import replace
-from typing import Any, get_args
+from typing import Any
 
 from comb.documents.document import PromptBuilder
 from comb.documents.rendering import TEMPLATE_RESERVED, makes_tokens
@@ -131,13 +129,18 @@ def messages_of(path: str, body: Mapping[str, Any]) -> list[dict[str, Any]] | No
 
 
 def converted(
-    path: str, body: Mapping[str, Any], builder: PromptBuilder
+    path: str, body: Mapping[str, Any], builder: PromptBuilder, no_thinking: str
 ) -> tuple[list[dict[str, Any]], dict[str, Any]]:
     """Chat messages as `PromptBuilder` takes them, and the arguments of the template, tools among them.
+
+    Args:
+        no_thinking: the effort that the Messages API's disabled thinking is.
 
     Raises:
         RequestError: 400 for what vLLM's request of this kind doesn't allow.
     """
+    from pydantic import ValidationError
+
     references: list[dict[str, Any]] = []
     mark = f"comb{secrets.token_hex(16)}n"
 
@@ -152,18 +155,40 @@ def converted(
             reason = f"tools of type {str(tool.get('type'))[:40]} can't be combined with documents in the prompt"
             raise RequestError(400, reason, param="tools")
     try:
-        found, tools, arguments = _by_vllm(path, given, builder)
+        found, tools, arguments = _by_vllm(path, given, builder, no_thinking)
         messages = [_restored(each, references, mark) for each in found]
     except Exception as error:  # errors of vLLM's own, and it looks into some fields before their types
-        raise RequestError(400, f"{type(error).__name__}: {error}"[:2000], param=FIELD[path]) from error
+        said = _fault(error, given) if isinstance(error, ValidationError) else f"{type(error).__name__}: {error}"
+        raise RequestError(400, said[:2000], param=FIELD[path]) from error
     if arguments.get("continue_final_message"):
         raise RequestError(400, "an unfinished last message can't be combined with documents", param=FIELD[path])
     kept = {name: value for name, value in arguments.items() if value is not None and name not in TEMPLATE_RESERVED}
     return messages, {**kept, **({"tools": tools} if tools else {})}
 
 
+def _fault(error: Any, body: Any) -> str:
+    """One line for what pydantic says of a body in hundreds: the innermost field that is wrong, and how."""
+    faults = error.errors(include_url=False, include_context=False, include_input=False)
+    # of each object it says what keeps it from being any of all kinds, and its own is one that its type or role allows
+    others = {fault["loc"][:-1] for fault in faults if fault["type"] == "literal_error"}
+    own = [fault for fault in faults if not any(fault["loc"][:end] in others for end in range(1, len(fault["loc"])))]
+
+    def place(fault: dict[str, Any]) -> list[Any]:
+        value, found = body, list[Any]()
+        for part in fault["loc"]:  # names of kinds stand in between
+            index = isinstance(value, list) and isinstance(part, int) and part < len(value)
+            if index or (isinstance(value, dict) and part in value):
+                value = value[part]
+                found.append(part)
+        return [*found, fault["loc"][-1]] if fault["type"] == "missing" else found
+
+    fault = max(own or faults, key=lambda fault: len(place(fault)))
+    name = "".join(f"[{part}]" if isinstance(part, int) else f".{part}" for part in place(fault))
+    return f"{name.removeprefix('.')}: {fault['msg']}" if name else str(fault["msg"])
+
+
 def _by_vllm(
-    path: str, body: dict[str, Any], builder: PromptBuilder
+    path: str, body: dict[str, Any], builder: PromptBuilder, no_thinking: Any
 ) -> tuple[list[Any], list[dict[str, Any]] | None, dict[str, Any]]:
     """Messages, tools and the template's arguments, as vLLM makes them of such a body."""
     from vllm.entrypoints.anthropic.protocol import AnthropicMessagesRequest
@@ -183,33 +208,13 @@ def _by_vllm(
         else:
             given = AnthropicMessagesRequest.model_validate(body)
             first = AnthropicServingMessages._detect_merge_inline_system(_template(builder))
-            effort = _least_effort(builder) if given.thinking and given.thinking.type == "disabled" else "none"
             request = AnthropicServingMessages.to_chat_completion_request(
-                given, merge_inline_system=first, disabled_thinking_effort=effort
+                given, merge_inline_system=first, disabled_thinking_effort=no_thinking
             )
         tools = None if request.tools is None else [tool.model_dump() for tool in request.tools]
         # validation leaves iterators that can be read once in what came as lists
         messages = body["messages"] if path == CHAT else request.messages
     return list(messages), tools, request.build_chat_params(None, "auto").chat_template_kwargs
-
-
-def _least_effort(builder: PromptBuilder) -> Any:
-    """What vLLM takes for no thinking: `low` where the template refuses `none`, or takes it for another effort."""
-    from vllm.entrypoints.anthropic.protocol import AnthropicEffort
-
-    def prompt(effort: str) -> tuple[int, ...]:
-        wanted = {"reasoning_effort": effort, "enable_thinking": effort != "none"}
-        return replace(builder, chat_template_kwargs=wanted).build("Hi").flat
-
-    try:
-        none = prompt("none")
-    except ValueError:
-        return "low"
-    for effort in get_args(AnthropicEffort):
-        with suppress(ValueError):
-            if prompt(effort) == none:
-                return "low"
-    return "none"
 
 
 def _restored(message: Mapping[str, Any], references: list[dict[str, Any]], mark: str) -> dict[str, Any]:

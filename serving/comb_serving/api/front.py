@@ -20,7 +20,7 @@ from comb_serving.config.instance import configure
 from comb_serving.config.serve_options import ServeOptions, instance_dir, pool_path
 from comb_serving.encoding.compiler import EngineCompiler, Loras
 from comb_serving.encoding.protocol import EncoderError
-from comb_serving.encoding.supervisor import EncoderProcesses
+from comb_serving.encoding.supervisor import EncoderProcess
 from comb_serving.linking.layout import LinkingLayout
 from comb_serving.linking.methods import LinkMethod
 from comb_serving.manager.manager import PICManager
@@ -28,7 +28,7 @@ from comb_serving.manager.sightings import Sightings
 from comb_serving.pool.capability import ReportReceiver
 from comb_serving.pool.shared_pool import PoolLayout, manifest_of
 
-ServedEncoders: TypeAlias = EncoderProcesses | EngineCompiler
+ServedEncoders: TypeAlias = EncoderProcess | EngineCompiler
 
 
 @dataclass
@@ -49,7 +49,7 @@ class ServerFront:
 
         from comb_serving.api.metrics import CombCollector
 
-        configure(options.log_format, "front")
+        configure("front")
         encoders: ServedEncoders | None = None
         layout: Any = None
         manager = reports = sightings = None
@@ -58,7 +58,7 @@ class ServerFront:
             try:
                 if options.method is None:
                     layout = PoolLayout(**json.loads(manifest_of(pool_path(folder, 0)).read_text()))
-                    encoders = EncoderProcesses(dict(os.environ), count=options.encoders)
+                    encoders = EncoderProcess(dict(os.environ))
                     encoders.start()
                 else:
                     layout = LinkingLayout.read(folder)
@@ -99,10 +99,15 @@ class ServerFront:
         if isinstance(self.encoders, EngineCompiler) and models is not None:
             self.preprocessor.loras = self.encoders.loras = Loras(models.lora_requests)
 
-    async def check(self, engine: Any) -> None:
-        """Waits for encoders, takes back what was registered, and raises unless documents do what they must."""
+    async def check(self, engine: Any, messages: Any = None) -> None:
+        """Waits for encoders, takes back what was registered, and raises unless documents do what they must.
+
+        `messages`: vLLM's `AnthropicServingMessages`.
+        """
         if (config := getattr(engine, "model_config", None)) is not None:
             self.preprocessor.chats = renders_alike(config, self.preprocessor.builder.tokenizer)
+        if messages is not None:
+            self.preprocessor.no_thinking = await messages._get_disabled_thinking_effort()
         while self.encoders is not None:
             try:
                 await self.encoders.identity()

@@ -156,12 +156,18 @@ def with_body(scope: Scope, body: bytes, request_id: str | None = None) -> Scope
     return {**scope, "headers": [*((k, v) for k, v in scope.get("headers", ()) if k.lower() not in gone), *new]}
 
 
-async def send_json(send: Send, status: int, body: bytes, headers: dict[str, str] | None = None) -> None:
-    """A whole answer."""
+async def send_json(scope: Scope, send: Send, status: int, body: bytes, headers: dict[str, str] | None = None) -> None:
+    """A whole answer, behind vLLM's own layer for other origins (CORS), which stands inside of the middleware."""
     fields = {"content-type": "application/json", "content-length": str(len(body)), **(headers or {})}
     pairs = [(name.encode(), value.encode()) for name, value in fields.items()]
-    await send({"type": "http.response.start", "status": status, "headers": pairs})
-    await send({"type": "http.response.body", "body": body})
+
+    async def answer(scope: Scope, receive: Any, send: Send) -> None:
+        await send({"type": "http.response.start", "status": status, "headers": pairs})
+        await send({"type": "http.response.body", "body": body})
+
+    layers = getattr(scope.get("app"), "user_middleware", ())
+    cors = [layer for layer in layers if layer.cls.__name__ == "CORSMiddleware"]
+    await (cors[0].cls(answer, **cors[0].kwargs) if cors else answer)(scope, None, send)
 
 
 class AnswerRewriter:

@@ -10,7 +10,7 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Histo
 from comb_serving.api.preprocessor import Preprocessor
 from comb_serving.config.serve_options import ServeOptions
 from comb_serving.encoding.compiler import EngineCompiler
-from comb_serving.encoding.supervisor import EncoderProcesses
+from comb_serving.encoding.supervisor import EncoderProcess
 from comb_serving.manager.counters import STATES
 
 PREFIX = "comb:"
@@ -23,7 +23,7 @@ class CombCollector:
     """
 
     def __init__(
-        self, preprocessor: Preprocessor, encoders: EncoderProcesses | EngineCompiler | None, options: ServeOptions
+        self, preprocessor: Preprocessor, encoders: EncoderProcess | EngineCompiler | None, options: ServeOptions
     ) -> None:
         self.preprocessor, self.encoders, self.options = preprocessor, encoders, options
 

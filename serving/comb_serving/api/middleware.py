@@ -72,7 +72,7 @@ class CombMiddleware:
             await send({"type": "websocket.close", "code": 1008})  # nothing that is served here speaks it
         elif path_of(scope) == "/health":
             await self._health(scope, receive, send)
-        elif scope["method"] in routes.ASKING and not routes.is_ours(path_of(scope)):
+        elif scope["method"] == "OPTIONS" or (not routes.is_ours(path_of(scope)) and scope["method"] in routes.ASKING):
             await self.app(with_body(scope, b""), Connection(receive), send)
         else:
             await self._guarded(scope, receive, send)
@@ -84,23 +84,24 @@ class CombMiddleware:
             message = await receive()
             if message["type"] == "lifespan.startup":
                 front, engine, server = self.front(), _state_of(scope, "engine_client"), _state_of(scope, "server")
+                messages = _state_of(scope, "anthropic_serving_messages")
                 if engine is not None:
                     front.attach(engine, _state_of(scope, "openai_serving_models"))
                 if server is not None:  # in place of vLLM's handler, which ends the engine under open requests
                     for number in (signal.SIGINT, signal.SIGTERM):
                         asyncio.get_running_loop().add_signal_handler(number, self._end, server)
-                self._starting = asyncio.create_task(self._start(engine))
+                self._starting = asyncio.create_task(self._start(engine, messages))
             elif message["type"] == "lifespan.shutdown":
                 await self.stop()
             return message
 
         await self.app(scope, watched, send)
 
-    async def _start(self, engine: Any) -> None:
+    async def _start(self, engine: Any, messages: Any) -> None:
         """What has to be true before the server says that it is healthy. A wrong engine ends the server."""
         if engine is not None:
             try:
-                await self.front().check(engine)
+                await self.front().check(engine, messages)
             except Exception:
                 logger.exception("the engine doesn't read documents as it must: the server ends")
                 os.kill(os.getpid(), signal.SIGTERM)
@@ -154,7 +155,7 @@ class CombMiddleware:
             await self.app(scope, receive, send)
             return
         error = RequestError(503, f"documents can't be read: {fault}")
-        await send_json(send, error.status, error.body)
+        await send_json(scope, send, error.status, error.body)
 
     # ---- requests ----
 
@@ -194,7 +195,7 @@ class CombMiddleware:
                 logger.warning("request %s failed: %s", entry.id, found.message)
             if entry.status is None:
                 entry.status = found.status
-                await send_json(send, found.status, found.body, found.headers)
+                await send_json(scope, send, found.status, found.body, found.headers)
             elif cut_off and streams and not whole:
                 await send({"type": "http.response.body", "body": error_events(entry.path, found)})
             elif not whole:
@@ -218,14 +219,14 @@ class CombMiddleware:
             if method == "POST":
                 preprocessor.choice.switch(parse_object(raw))
             state = own_routes.state(preprocessor, tenant, self.options.ranks)
-            await send_json(send, 200, json.dumps(state).encode())
+            await send_json(scope, send, 200, json.dumps(state).encode())
             return
         connection, entry.tenant = Connection(receive), tenant
         try:
             if routes.is_ours(path):
                 body = parse_object(raw) if method == "POST" else {}
                 work = own_routes.documents(preprocessor, method, path, body, tenant)
-                await send_json(send, 200, json.dumps(await connection.unless_left(work)).encode())
+                await send_json(scope, send, 200, json.dumps(await connection.unless_left(work)).encode())
             elif path in routes.GENERATION or path == routes.COHERE:
                 asked = parse_object(raw)
                 if path == routes.COHERE:
@@ -245,7 +246,7 @@ class CombMiddleware:
                 if path == routes.COUNT:
                     tokens = await connection.unless_left(preprocessor.count(body, tenant))
                     if tokens is not None:
-                        await send_json(send, 200, json.dumps({"input_tokens": tokens}).encode())
+                        await send_json(scope, send, 200, json.dumps({"input_tokens": tokens}).encode())
                         return
                 connection.body = json.dumps(salted(body, tenant)).encode() if raw else b""
                 await self.app(with_body(scope, connection.body), connection, send)

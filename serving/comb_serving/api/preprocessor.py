@@ -7,6 +7,7 @@ import copy
 import hashlib
 import json
 import logging
+import secrets
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -102,6 +103,7 @@ class PreprocessedRequest:
             0 if snapshot is None else snapshot.tokens,
             self.prefixes,
             self.prefix_salt,
+            secrets.token_hex(8),
         )
         return stated.sign(secret)
 
@@ -115,6 +117,7 @@ class Preprocessor:
     choice: MethodChoice
     max_documents: int = 10_000  # that one tenant may register
     chats: bool = True  # whether vLLM renders chats as `builder` does
+    no_thinking: str = "none"  # the effort that disabled thinking is to vLLM's Messages API
     max_tokens: int | None = None  # of a prompt; None while the engine isn't known
     sightings: Sightings | None = None  # of segments in prompts without documents, if any are looked for
     disk_path: str | None = None  # where what is registered is kept beyond restarts, if it is
@@ -417,7 +420,7 @@ class Preprocessor:
             if messages is None:
                 if not inside and not in_prompt and not self.exact_prefix:
                     return request  # vLLM renders it
-                messages, arguments = conversation.converted(path, request.body, builder)
+                messages, arguments = conversation.converted(path, request.body, builder, self.no_thinking)
                 builder = self._with_arguments(builder, arguments)
             messages = conversation.as_rendered(messages, builder)
             if fields.references_of(messages) != named:

@@ -127,7 +127,10 @@ class RegisteredDocuments:
         What can't be is deleted, and said in the log, and so is what ended meanwhile, with its keys and values. Pins
         come back when documents are used. From now on documents end in their time.
         """
-        paths = [] if self._folder is None else await asyncio.to_thread(_by_age, self._folder)
+        paths: list[Path] = []
+        if self._folder is not None:
+            found = self._folder.glob(f"*{SUFFIX}")
+            paths = await asyncio.to_thread(sorted, found, key=lambda path: (path.stat().st_mtime_ns, path.name))
         dropped, ended, alive = Counter[str](), set[str](), set[str]()
         for path in paths:
             try:
@@ -207,10 +210,6 @@ async def _on_disk(work: Callable[[], None]) -> None:
     except OSError as error:
         reason = f"the server can't change what it keeps on disk: {error.strerror}; nothing was changed"
         raise RequestError(503, f"{reason}, try again when there is room", retry_after=60) from error
-
-
-def _by_age(folder: Path) -> list[Path]:
-    return sorted(folder.glob(f"*{SUFFIX}"), key=lambda path: (path.stat().st_mtime_ns, path.name))
 
 
 def _delete(path: Path) -> None:

@@ -37,22 +37,6 @@ def parse_share(text: str) -> float:
     return float(found[1]) / 100
 
 
-def parse_pool_size(text: str) -> str:
-    """A size in bytes, or a share such as ``25%``, which only who makes the pool can work out. Raises ValueError."""
-    share = _SHARE.fullmatch(text)
-    if share is None:
-        try:
-            size = parse_bytes(text)
-        except ValueError as error:
-            raise ValueError(f"{error}; a pool's may also be a share of its memory, like 25%") from None
-        if not size:
-            raise ValueError(f"a pool of {text} has no room for a document: give it 1GiB, say, or a share like 25%")
-        return str(size)
-    if not 0 < float(share[1]) < 100:
-        raise ValueError(f"a share of memory is between 0% and 100%, not {text!r}")
-    return f"{share[1]}%"
-
-
 def parse_switch(text: str) -> bool:
     """``on`` or ``off``. Raises ValueError for anything else."""
     if text not in ("on", "off"):
@@ -97,10 +81,7 @@ class ServeOptions:
     )
     encoder: bool = option("on", "on, or off: no pool, all documents go into the prompt", read=parse_switch)
     backbone: str | None = option(None, "where the adapter's backbone is, if not where the adapter says")
-    pool_bytes: str = option(
-        "1GiB", "pool of documents, of all ranks together; 25% is a share of the memory that it is made in",
-        "--comb-pool-bytes",
-    )  # fmt: skip
+    pool_bytes: int = option("1GiB", "pool of documents, of all ranks together", "--comb-pool-bytes", read=parse_bytes)
     pool_block: int = option(16, "tokens per block of the pool", "--comb-pool-block")
     pool_dtype: str = option(
         "auto", "documents as computed (auto), or in half the bytes (fp8)", "--comb-pool-dtype", choices=("auto", "fp8")
@@ -109,13 +90,12 @@ class ServeOptions:
         "auto", "where the pool is: with the decoder (auto), or on the host", "--comb-pool-memory",
         choices=("auto", "host"),
     )  # fmt: skip
-    encoders: int = option(1, "encoder processes; a document always goes to the same one", "--comb-encoders")
     encoder_device: str = option(
         "auto", "where they compute: auto (the pool's GPU, or any), cpu, cuda:1", "--comb-encoder-device"
     )
     host_bytes: int = option(
-        "0", "memory for documents that have left the pool; per encoder, of a plain model in all; with a disk folder "
-        "at least one longest document", "--comb-host-bytes", read=parse_bytes,
+        "0", "memory for documents that have left the pool; with a disk folder at least one longest document",
+        "--comb-host-bytes", read=parse_bytes,
     )  # fmt: skip
     disk_path: str | None = option(
         None, "private folder where documents are kept beyond restarts", "--comb-disk",
@@ -152,9 +132,6 @@ class ServeOptions:
         "prose,code,json,logs", "kinds of segments that are found; `comb doctor MODEL --segments` says which are safe",
         "--comb-segment-kinds", read=lambda names: tuple(name.strip() for name in names.split(",") if name.strip()),
     )  # fmt: skip
-    log_format: str = option(
-        "text", "of what comb itself logs: text or json", "--comb-log-format", choices=("text", "json")
-    )
     admin_hash: str | None = option(
         None, f"key that may switch encoder or method at `/v1/comb`; better by `{ADMIN_KEY}`", "--comb-admin-key",
         read=lambda key: key_hash(key) if key else None, envvar=ADMIN_KEY,
@@ -166,7 +143,7 @@ class ServeOptions:
     chat_template_kwargs: dict[str, Any] = field(default_factory=dict)  # of chats whose requests don't say otherwise
 
     def __post_init__(self) -> None:
-        for name in ("encoders", "ranks", "pool_block", "max_body_bytes", "max_documents"):
+        for name in ("ranks", "pool_block", "max_body_bytes", "max_documents"):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name} must be at least 1, not {getattr(self, name)}")
         for name in ("tenant_share", "tenant_pinned_share"):
@@ -178,7 +155,8 @@ class ServeOptions:
             known, chosen = each.metadata.get("choices"), getattr(self, each.name)
             if known and chosen not in known:
                 raise ValueError(f"{flag_of(each)} is {' or '.join(known)}, not {chosen!r}")
-        parse_pool_size(self.pool_bytes)
+        if self.pool_bytes < 1:
+            raise ValueError(f"a pool of {self.pool_bytes} bytes has no room for a document: give it 1GiB, say")
         for name in ("wait_seconds", "drain_seconds"):
             if not 0 <= getattr(self, name) < math.inf:
                 raise ValueError(f"{name} is a number of seconds, >= 0, not {getattr(self, name)}")

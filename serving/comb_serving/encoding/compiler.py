@@ -218,7 +218,6 @@ class LocalCompiler(DocumentCompiler):
 
     Args:
         generate: a batch of requests -> vLLM's outputs, in order.
-        ask_workers: a method of the workers and its arguments -> what each of them returns; None if they keep nothing.
     """
 
     def __init__(
@@ -227,10 +226,9 @@ class LocalCompiler(DocumentCompiler):
         method: LinkMethod,
         secret: bytes,
         generate: Callable[[list[DocumentPrompt]], Sequence[Any]],
-        ask_workers: Callable[..., Sequence[Any]] | None = None,
     ) -> None:
         super().__init__(layout, method, secret)
-        self._generate, self._ask_workers = generate, ask_workers
+        self._generate = generate
         self._waiting: queue.SimpleQueue[tuple[DocumentPrompt, asyncio.Future[Encoded]] | None] = queue.SimpleQueue()
 
     def submit(
@@ -260,25 +258,20 @@ class LocalCompiler(DocumentCompiler):
         """One document, and all that wait behind it; each gets an answer, even where this is interrupted."""
         start = time.monotonic()
         failure: EncoderError | None = EncoderError("vLLM did not compile it: it was interrupted")
-        tiers: list[str | None] = [None]
         outputs: Iterator[Any] = iter(())
         try:
             # what is asked for together comes together
             asyncio.run_coroutine_threadsafe(asyncio.sleep(0), batch[0][1].get_loop()).result()
             batch += filter(None, [self._waiting.get() for _ in range(self._waiting.qsize())])
-            tiers = [None] * len(batch)
-            if self._ask_workers is not None:
-                tiers = [tier_of(self._ask_workers("comb_fetch", request.where)) for request, _ in batch]
-            missing = [request for (request, _), tier in zip(batch, tiers, strict=True) if tier is None]
-            outputs, failure = iter(self._generate(missing) if missing else ()), None
+            outputs, failure = iter(self._generate([request for request, _ in batch])), None
         except Exception as error:
             failure = _failure(error)
         finally:
             seconds = (time.monotonic() - start) / len(batch)
-            for (_, future), tier in zip(batch, tiers, strict=True):
-                wrong = None if tier is not None else failure or not_compiled(next(iter(next(outputs).outputs), None))
+            for _, future in batch:
+                wrong = failure or not_compiled(next(iter(next(outputs).outputs), None))
                 if wrong is None:
-                    future.get_loop().call_soon_threadsafe(future.set_result, Encoded(tier or "compiled", seconds))
+                    future.get_loop().call_soon_threadsafe(future.set_result, Encoded("compiled", seconds))
                 else:
                     future.get_loop().call_soon_threadsafe(future.set_exception, wrong)
 

@@ -154,8 +154,8 @@ def drop_decoder(model: CombForCausalLM) -> None:
                 parameter.data = torch.empty(0, dtype=parameter.dtype)
 
 
-def load(options: ServeOptions, folder: Path, index: int) -> EncoderWorker:
-    """The worker number `index` of an instance, in the dtype of its pools.
+def load(options: ServeOptions, folder: Path) -> EncoderWorker:
+    """The worker of an instance, in the dtype of its pools.
 
     Raises:
         FileNotFoundError: while the pools aren't complete.
@@ -177,7 +177,6 @@ def load(options: ServeOptions, folder: Path, index: int) -> EncoderWorker:
     store = kept_store(
         host_bytes=options.host_bytes, disk_path=options.disk_path, disk_bytes=options.disk_bytes,
         largest_bytes=longest * sum(pool.layout.bytes_per_token for pool in pools),
-        part=f"encoder-{index}" if options.encoders > 1 else "", parts=options.encoders,
     )  # fmt: skip
     return EncoderWorker(model, pools, store)
 
@@ -252,17 +251,16 @@ def receive(connection: socket.socket, waiting: queue.Queue[EncodeJob | str | No
 
 
 def main() -> None:
-    """Run as ``python -m comb_serving.encoding.process --index N --socket FD`` with an instance's environment."""
+    """Run as ``python -m comb_serving.encoding.process --socket FD`` with an instance's environment."""
     parser = argparse.ArgumentParser(description=main.__doc__)
-    parser.add_argument("--index", type=int, default=0, help="number of this encoder, for its log")
     parser.add_argument("--socket", type=int, required=True, help="file descriptor of the connection")
     parsed = parser.parse_args()
     connection = socket.socket(fileno=parsed.socket)
     waiting: queue.Queue[EncodeJob | str | None] = queue.Queue()
     threading.Thread(target=receive, args=(connection, waiting), daemon=True).start()  # notices an early end too
     options = ServeOptions.from_environment()
-    configure(options.log_format, f"encoder {parsed.index}")
-    worker = load(options, instance_dir(), parsed.index)
+    configure("encoder")
+    worker = load(options, instance_dir())
     logger.info("ready, pid %d", os.getpid())
     serve(worker, connection, waiting)
 

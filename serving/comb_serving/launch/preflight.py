@@ -24,7 +24,7 @@ from comb_serving.config.serve_options import ServeOptions
 from comb_serving.linking.methods import ADAPTER, FULL, TRAINED, LinkMethod
 
 _OTHER_TOKENIZERS = ("--tokenizer", "--skip-tokenizer", "--trust-remote-code", "--config-format", "--load-format")
-_OF_ENCODERS = ("encoder", "encoders", "encoder_device", "pool_dtype")
+_OF_ENCODERS = ("encoder", "encoder_device", "pool_dtype", "pool_memory")
 
 
 def check_start(options: ServeOptions, arguments: Sequence[str] = ()) -> ServeOptions:

@@ -23,7 +23,7 @@ from collections import OrderedDict
 from collections.abc import Sequence
 from dataclasses import astuple, dataclass
 from pathlib import Path
-from typing import Protocol
+from typing import Any
 
 KEY = "comb_docs"  # in `SamplingParams.extra_args`; over HTTP in ``vllm_xargs``
 MARK = "comb-documents-"
@@ -59,6 +59,7 @@ class Capability:
     snapshot: int = 0
     prefixes: tuple[int, ...] = ()
     prefix_salt: str = ""  # of these tokens, which are the same whatever the documents
+    nonce: str = ""  # tells it from another that states the same under the same name, which clients may choose
 
     def sign(self, secret: bytes) -> str:
         """As a request carries it."""
@@ -72,10 +73,10 @@ class Capability:
             token[:_DIGITS].encode(), _code(token[_DIGITS:], secret).encode()
         ):
             raise ValueError(f"{KEY} is not signed by this instance: send documents in the field 'documents'")
-        who, salt, documents, prompts, method, spans, found, lora, snapshot, prefixes, own = json.loads(token[_DIGITS:])
+        who, salt, documents, prompts, method, spans, found, lora, start, prefixes, *rest = json.loads(token[_DIGITS:])
         documents, prompts, prefixes = map(tuple, (documents, prompts, prefixes))
         places = tuple(tuple((start, tokens) for start, tokens in row) for row in spans)
-        return cls(who, salt, documents, prompts, method, places, found, lora, snapshot, prefixes, own)
+        return cls(who, salt, documents, prompts, method, places, found, lora, start, prefixes, *rest)
 
     def check(self, request_id: str, salt: str | None, prompt: Sequence[int] | None) -> None:
         """Raises ValueError unless it was made for this request."""
@@ -120,17 +121,7 @@ def pack(handles: Sequence[PoolHandle]) -> list[int]:
     return [number for handle in handles for number in (handle.tokens, len(handle.blocks), *handle.blocks)]
 
 
-class PagedLayout(Protocol):
-    """What layouts of pools say of their blocks."""
-
-    @property
-    def num_blocks(self) -> int: ...
-    @property
-    def block_size(self) -> int: ...
-    def blocks_for(self, tokens: int) -> int: ...
-
-
-def unpack(numbers: Sequence[int], layout: PagedLayout) -> list[PoolHandle]:
+def unpack(numbers: Sequence[int], layout: Any) -> list[PoolHandle]:
     """The handles of `pack`.
 
     Raises ValueError for anything that isn't such a list, or names blocks or lengths that don't fit the pool.

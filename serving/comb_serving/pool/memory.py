@@ -56,7 +56,6 @@ class DeviceMemory(HostMemory):
     @classmethod
     def create(cls, path: Path, nbytes: int, device: torch.device) -> DeviceMemory:
         """Raises FileExistsError for a path that is taken, OSError if there is no room, CannotShareError."""
-        check_shareable()
         with _new_file(path) as descriptor:
             try:
                 flat = torch.empty(nbytes, dtype=torch.uint8, device=device)
@@ -121,16 +120,6 @@ class CannotShareError(RuntimeError):
     """This memory can't be handed to another process, or not be opened here."""
 
 
-def check_shareable() -> None:
-    """Raises CannotShareError where memory is allocated in segments that have no such handle."""
-    for name in ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"):
-        if "expandable_segments:true" in os.environ.get(name, "").lower().replace(" ", ""):
-            raise CannotShareError(
-                f"{name} has expandable_segments:True, whose memory the encoder process can't open: take that out, or "
-                "give --comb-pool-memory host"
-            )
-
-
 def export(tensor: Tensor) -> dict[str, Any]:
     """What another process needs to map the whole storage of `tensor`: JSON values only.
 
@@ -145,7 +134,10 @@ def export(tensor: Tensor) -> dict[str, Any]:
         ) from error
     fields = dict(zip(_FIELDS, values, strict=True))
     if fields["handle"][1:2] == b"e":  # 'c': from cudaMalloc
-        raise CannotShareError("the pool's memory is in an expandable segment: set expandable_segments:False")
+        raise CannotShareError(
+            "the pool's memory is in an expandable segment, which the encoder process can't open: take "
+            "expandable_segments:True out of PYTORCH_ALLOC_CONF, or give --comb-pool-memory host"
+        )
     named = {
         name: {"base64": base64.b64encode(value).decode()} if isinstance(value, bytes) else value
         for name, value in fields.items()

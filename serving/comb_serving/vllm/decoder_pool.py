@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import shutil
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -12,7 +11,7 @@ import torch
 
 from comb.model.config import CombEncoderConfig
 from comb_serving.config.instance import read_secret
-from comb_serving.config.serve_options import INSTANCE_DIR, ServeOptions, instance_dir, parse_pool_size, pool_path
+from comb_serving.config.serve_options import INSTANCE_DIR, ServeOptions, instance_dir, pool_path
 from comb_serving.pool.capability import KEY, Capability
 from comb_serving.pool.shared_pool import PoolLayout, SharedPool
 
@@ -64,26 +63,11 @@ def create_pool(model: Any, vllm_config: Any) -> SharedPool | None:
         cross_layers=model.comb.blocks,
         dtype=str(vllm_config.model_config.dtype).removeprefix("torch."),
         ranks=ranks,
-        total=total_bytes(options.pool_bytes, device, path.parent, ranks),
+        total=options.pool_bytes,
         block_size=options.pool_block,
         stored=options.pool_dtype,
     )
     return SharedPool.create(path, layout, device)
-
-
-def total_bytes(size: str, device: torch.device, folder: Path, ranks: int) -> int:
-    """Bytes of all pools together: a size, or a share such as ``25%`` of the memory they are made in.
-
-    That is of each rank's GPU, or of the file system in shared memory, which all ranks have in common.
-    """
-    size = parse_pool_size(size)
-    if not size.endswith("%"):
-        return int(size)
-    if device.type == "cpu":
-        memory = shutil.disk_usage(folder).total
-    else:
-        memory = torch.get_device_module(device).get_device_properties(device).total_memory * ranks
-    return int(float(size.removesuffix("%")) / 100 * memory)
 
 
 def token_of(request: Any) -> Any:

@@ -58,6 +58,11 @@ class SeamJob:
         self.tokens = sum(end - start for start, end in self.ranges)
         self.looked = 0 if self.looks is None else self.tokens
 
+    @property
+    def rows(self) -> int:
+        """Of a step, that it can do with; one while nobody knows yet what its question has chosen."""
+        return 1 if self.interiors else max(1, len(self.ranges))
+
 
 @dataclass
 class SeamRoom:
@@ -207,9 +212,6 @@ class LinkingConnector(KVConnectorBase_V1, SupportsHMA):
         return False, None
 
     # ---- in the worker ----
-
-    def register_kv_caches(self, kv_caches: dict[str, Any]) -> None:
-        """Nothing to do before the worker has brought the pool."""
 
     def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
         """Documents go into the blocks of requests."""

@@ -15,7 +15,6 @@ from comb_serving.config.serve_options import ServeOptions, instance_dir
 from comb_serving.encoding.kept import KeptDocuments, kept_store
 from comb_serving.linking.layout import LinkingLayout
 from comb_serving.pool.capability import PoolHandle
-from comb_serving.vllm.decoder_pool import total_bytes
 from comb_serving.vllm.fixed_weights import FixedWeights
 from comb_serving.vllm.gpu_worker import without_full_v1, without_full_v2
 from comb_serving.vllm.linking.connector import LinkingConnector
@@ -45,12 +44,12 @@ class PoolWorker(FixedWeights):
         super().load_model(**options)
         model = self.model_runner.get_model()
         rank, ranks = get_tensor_model_parallel_rank(), get_tensor_model_parallel_world_size()
-        asked, folder, device = ServeOptions.from_environment(), instance_dir(), next(model.parameters()).device
+        asked, folder = ServeOptions.from_environment(), instance_dir()
         link_tokens, front = link_tokens_of(config), front_of(config)
         self.comb_pool = pool = DocumentPool(
             model,
             config,
-            total_bytes=total_bytes(asked.pool_bytes, device, folder, ranks),
+            total_bytes=asked.pool_bytes,
             ranks=ranks,
             block_size=asked.pool_block,
             front_tokens=0 if link_tokens is None else len(front),

@@ -63,10 +63,12 @@ class LinkingScheduler(CheckedScheduler):
 
     def schedule(self, throttle_prefills: bool = False) -> SchedulerOutput:
         """A step of vLLM's, and the seams that it has room for."""
-        limit, active = self.max_num_scheduled_tokens, self.max_num_active_reqs
-        waiting = min(sum(job.tokens for job in self.connector.jobs.values()), limit // 2)  # who links doesn't starve
-        room = self.connector.room = self._room(limit // 2 - waiting)
-        self.max_num_scheduled_tokens, self.max_num_active_reqs = limit - waiting - room.tokens, active - room.rows
+        limit, active, jobs = self.max_num_scheduled_tokens, self.max_num_active_reqs, self.connector.jobs.values()
+        # who links doesn't starve, nor does who comes behind: half of a step, but of a single row all
+        tokens = limit - min(sum(job.tokens for job in jobs), limit // 2)
+        rows = active - min(sum(job.rows for job in jobs), (active + 1) // 2)
+        room = self.connector.room = self._room(tokens, rows)
+        self.max_num_scheduled_tokens, self.max_num_active_reqs = tokens - room.tokens, rows - room.rows
         try:
             output = super().schedule(throttle_prefills)
         finally:
@@ -80,18 +82,25 @@ class LinkingScheduler(CheckedScheduler):
             output.has_sync_kv_loads = True  # for requests that wait for seams too
         return output
 
-    def _room(self, tokens: int) -> SeamRoom:
-        """For the seams of those who wait to begin, in order, as far as this many tokens and the batch's rows go."""
-        room, rows = SeamRoom(), self.max_num_active_reqs - len(self.running)
+    def _room(self, tokens: int, rows: int) -> SeamRoom:
+        """For the seams of those who begin in this step, in order, as far as its tokens and rows go for all of each.
+
+        Nobody in front gives anything up for it: where prompts aren't cut, the first in line could wait for ever.
+        """
+        room = SeamRoom()
         if self.connector.started.states:
             return room
+        for request in itertools.chain(self.running, self.kv_holding_waiting):
+            if request.request_id not in self.connector.jobs:
+                tokens -= request.num_tokens_with_spec + request.num_output_placeholders - request.num_computed_tokens
+                rows -= 1
         for request in self.waiting:
             link = self.connector.links.get(request.request_id)
             left = LinkPlan((), (), 0)
             if link is not None and link.method is not None and not link.looks:
                 left = link.plan.behind(link.exact)
-            rows -= 1 + len(left.seams)
-            if room.tokens + left.seam_tokens > tokens or rows < 0:
+            tokens, rows = tokens - (request.num_tokens - left.query) - left.seam_tokens, rows - 1 - len(left.seams)
+            if tokens < 0 or rows < 0:
                 break
             room.tokens, room.rows = room.tokens + left.seam_tokens, room.rows + len(left.seams)
         return room

@@ -54,7 +54,7 @@ class StateLayer:
         self.layer = layer
         (columns, state), dtypes = tuple(layer.get_state_shape())[:2], layer.get_state_dtype()
         self.state_shape: tuple[int, ...] = tuple(state)
-        self.columns_shape: tuple[int, ...] = tuple(columns) if not _channels_first() else tuple(columns)[::-1]
+        self.columns_shape: tuple[int, ...] = tuple(columns) if not is_conv_state_dim_first() else tuple(columns)[::-1]
         self.columns_dtype: torch.dtype = dtypes[0]
 
     def identity(self, device: torch.device) -> Tensor:
@@ -69,7 +69,7 @@ class StateLayer:
     def columns(self, slot: int) -> Tensor:
         """A view of the last raw columns in front of the convolution [kernel - 1, C], the oldest first."""
         found: Tensor = self.layer.kv_cache[0][slot]
-        return found.transpose(0, 1) if _channels_first() else found
+        return found.transpose(0, 1) if is_conv_state_dim_first() else found
 
 
 class ScalarLayer(StateLayer):
@@ -152,11 +152,6 @@ def state_layer(name: str, layer: Any) -> StateLayer:
         f"hypic links gated DeltaNet (Qwen3-Next, Qwen3.5) and Mamba-2 inside vLLM; {name} is a "
         f"{type(layer).__name__} ({kind}): the library's own hypic has more families, one request at a time"
     )
-
-
-def _channels_first() -> bool:
-
-    return bool(is_conv_state_dim_first())
 
 
 @dataclass(frozen=True)
