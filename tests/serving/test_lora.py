@@ -134,9 +134,8 @@ def test_a_step_has_no_more_loras_than_vllm_has_places_for(llm: LLM, libraries: 
         steps.append((before, rows))
 
     scheduler._add_seams = counted
-    for name, answer in zip(names, ask(llm, libraries, names, 2 * TEXTS, method="legolink:4"), strict=True):
-        wanted = expected(libraries, name, "legolink:4", shared=shared, texts=2 * TEXTS)
-        assert logs(answer) == pytest.approx(wanted, abs=CLOSE)
+    for name, answer in zip(names, ask(llm, libraries, names, method=METHOD), strict=True):
+        assert logs(answer) == pytest.approx(expected(libraries, name, METHOD, shared=shared), abs=CLOSE)
     assert all(len(before | rows) <= 3 for before, rows in steps)
     assert any(rows - before for before, rows in steps), "no seams waited: nothing was tried"
 
