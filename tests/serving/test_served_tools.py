@@ -228,6 +228,7 @@ EMPTY = {"role": "user", "content": None}
     ],
 )
 def test_what_vllm_has_against_a_body_is_a_line_that_names_the_field(path: str, body: Any, said: str) -> None:
+    pytest.importorskip("vllm")
     with pytest.raises(RequestError) as found:
         converted(path, {"model": "nano", **body}, PromptBuilder(AutoTokenizer.from_pretrained(CHECKPOINT)), "none")
     assert (found.value.status, found.value.message) == (400, said)
