@@ -418,6 +418,10 @@ class CombForCausalLM(AdapterModel, GenerationMixin):
         if options["use_reentrant"]:
             raise ValueError("reentrant checkpointing loses the gradients of linked documents: use_reentrant=False")
         super().gradient_checkpointing_enable({**options, "context_fn": self._recompute_contexts}, **kwargs)
+
+    def _set_gradient_checkpointing(self, *args: Any, **kwargs: Any) -> None:
+        """Where transformers turns it on and off."""
+        super()._set_gradient_checkpointing(*args, **kwargs)
         self.train(self.training)
 
     def train(self, mode: bool = True) -> Self:

@@ -127,6 +127,8 @@ def test_what_is_frozen_drops_nothing_out(config: Any) -> None:
         found.backward()
         assert found == wanted
         assert_same({name: p.grad for name, p in model.named_parameters() if p.grad is not None}, exact)
+    model.gradient_checkpointing_disable()
+    assert not any(module.training for module in model.backbone.modules())
     assert not any(module.training for module in model.eval().modules())
 
 

@@ -93,7 +93,7 @@ def run_training(
     if prepared is not None and distributed.is_main():
         prepared(run)
     heldout: Sequence[TrainingExample] = []
-    theirs, also_trained_on = set[tuple[int, ...]](), 0  # held-out questions' documents
+    scored: dict[str, int] = {}
     if config.eval.limit:  # measured before the first step, behind the last and, with `train.eval_steps`, in between
         heldout, counts = tokenized(config, run.builder, run.model, split="heldout", limit=config.eval.limit)
         logger.info("held-out data: %s", counts)
@@ -102,6 +102,7 @@ def run_training(
         # rows stay whole in the split, but retrieval brings a document into many of them
         theirs = {segment for example in heldout for segment in example.segments}
         also_trained_on = len(theirs.intersection(chain.from_iterable(each.segments for each in run.examples)))
+        scored = {"examples": len(heldout), "documents": len(theirs), "also_trained_on": also_trained_on}
         if also_trained_on and distributed.is_main():
             logger.warning(
                 "%d of %d documents of the held-out questions stand in rows that are trained on, too: their scores say "
@@ -146,15 +147,7 @@ def run_training(
         "answer_seconds": round(answer_seconds, 2),
         "losses": trainer.losses,
         "ended_by": trainer.ended_by,
-        "heldout": {
-            "examples": len(heldout),
-            "documents": len(theirs),
-            "also_trained_on": also_trained_on,
-            "start": measured[0],
-            "end": measured[-1],
-        }
-        if measured
-        else {},
+        "heldout": {**scored, "start": measured[0], "end": measured[-1]} if measured else {},
         "heldout_losses": trainer.logged("eval_loss"),
         "heldout_kl": trainer.logged("eval_kl"),
         "heldout_closed": trainer.logged("eval_closed"),

@@ -21,7 +21,7 @@ import socket
 from array import array
 from collections import OrderedDict
 from collections.abc import Sequence
-from dataclasses import astuple, dataclass
+from dataclasses import astuple, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -73,10 +73,10 @@ class Capability:
             token[:_DIGITS].encode(), _code(token[_DIGITS:], secret).encode()
         ):
             raise ValueError(f"{KEY} is not signed by this instance: send documents in the field 'documents'")
-        who, salt, documents, prompts, method, spans, found, lora, start, prefixes, *rest = json.loads(token[_DIGITS:])
-        documents, prompts, prefixes = map(tuple, (documents, prompts, prefixes))
-        places = tuple(tuple((start, tokens) for start, tokens in row) for row in spans)
-        return cls(who, salt, documents, prompts, method, places, found, lora, start, prefixes, *rest)
+        read = cls(*json.loads(token[_DIGITS:]))
+        documents, prompts, prefixes = map(tuple, (read.documents, read.prompts, read.prefixes))
+        spans = tuple(tuple((start, tokens) for start, tokens in row) for row in read.spans)
+        return replace(read, documents=documents, prompts=prompts, spans=spans, prefixes=prefixes)
 
     def check(self, request_id: str, salt: str | None, prompt: Sequence[int] | None) -> None:
         """Raises ValueError unless it was made for this request."""

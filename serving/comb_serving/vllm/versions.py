@@ -8,6 +8,8 @@ Those that start with an underscore, seen in vLLM 0.32:
   (`linking.states`)
 - ``Scheduler._reserve_prefill_lookahead``: overridden in `linking.scheduler`; no other part of the scheduler asks where
   a chunk of a prompt ends
+- ``AnthropicServingMessages._detect_merge_inline_system`` and ``_get_disabled_thinking_effort``: how it renders
+  messages, which `comb_serving.api` has to do alike
 """
 
 from __future__ import annotations

@@ -88,7 +88,7 @@ class LinkingScheduler(CheckedScheduler):
         Nobody in front gives anything up for it: where prompts aren't cut, the first in line could wait for ever.
         """
         room = SeamRoom()
-        if self.connector.started.states:
+        if self.connector.started.states or not self.connector.links:
             return room
         for request in itertools.chain(self.running, self.kv_holding_waiting):
             if request.request_id not in self.connector.jobs:
