@@ -74,8 +74,8 @@ class Capability:
         ):
             raise ValueError(f"{KEY} is not signed by this instance: send documents in the field 'documents'")
         read = cls(*json.loads(token[_DIGITS:]))
-        documents, prompts, prefixes = map(tuple, (read.documents, read.prompts, read.prefixes))
         spans = tuple(tuple((start, tokens) for start, tokens in row) for row in read.spans)
+        documents, prompts, prefixes = tuple(read.documents), tuple(read.prompts), tuple(read.prefixes)
         return replace(read, documents=documents, prompts=prompts, spans=spans, prefixes=prefixes)
 
     def check(self, request_id: str, salt: str | None, prompt: Sequence[int] | None) -> None:
