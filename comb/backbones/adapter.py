@@ -167,6 +167,8 @@ def fingerprint(model: PreTrainedModel) -> dict[str, Any]:
     for name, parameter in sorted(model.named_parameters()):
         shapes.update(f"{name}:{tuple(parameter.shape)};".encode())
     table = model.get_input_embeddings().weight.detach()
+    if table.is_meta:
+        raise ValueError("its embedding table is offloaded, and names the weights: keep it on a device (device_map)")
     # values, not their hash: the same weights in another dtype have to match
     sample = table[_places(table.shape[0], table.shape[1], table.device)].float().cpu()
     return {

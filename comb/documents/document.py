@@ -13,6 +13,7 @@ from comb.documents.rendering import (
     Rendered,
     Slot,
     added_tokens,
+    document_ids,
     plain_ids,
     render_chat,
     renders_chats,
@@ -243,7 +244,7 @@ class PromptBuilder:
                 )
             return document.token_ids
         template = self.document_template or ("{title}\n{text}\n" if document.title else "{text}\n")
-        ids = plain_ids(self.tokenizer, template.format(text=document.text, title=document.title or ""))
+        ids = document_ids(self.tokenizer, template.format(text=document.text, title=document.title or ""))
         if not ids:
             raise ValueError(f"document (id={document.id!r}) has no token left after tokenisation")
         return ids

@@ -7,11 +7,12 @@ the two differ by more than the markers, it computes with a text that a document
 
 from __future__ import annotations
 
+import copy
 import json
 import re
 import secrets
 from bisect import bisect_left, bisect_right
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass, replace
 from functools import cache, lru_cache, partial
 from itertools import pairwise
@@ -271,13 +272,47 @@ def plain_ids(tokenizer: Any, text: str) -> tuple[int, ...]:
     if getattr(tokenizer, "is_fast", False):
         return tuple(ids)
     # one written in Python may not know that option
-    special = set(tokenizer.all_special_ids) - {getattr(tokenizer, "unk_token_id", None)}
-    if found := special.intersection(ids):
+    _check_text(tokenizer, ids, set(tokenizer.all_special_ids) - {getattr(tokenizer, "unk_token_id", None)})
+    return tuple(ids)
+
+
+def document_ids(tokenizer: Any, text: str) -> tuple[int, ...]:
+    """`plain_ids` of a document, which spells no tag of thinking or of tool calls either.
+
+    Those are rarely special tokens, and parsers look for them in the whole prompt: what the chat template writes of a
+    tokenizer's added tokens.
+    """
+    ids, tags = plain_ids(tokenizer, text), _tags(tokenizer, str(getattr(tokenizer, "chat_template", None)))
+    if tags.keys().isdisjoint(ids):
+        return ids
+    if not getattr(tokenizer, "is_fast", False):
+        _check_text(tokenizer, ids, tags.keys())
+    return plain_ids(_with_special_tags(tokenizer, tuple(tags)), text)
+
+
+@lru_cache(8)
+def _tags(tokenizer: Any, template: str) -> dict[int, Any]:
+    added = getattr(tokenizer, "added_tokens_decoder", {})
+    return {id: tag for id, tag in added.items() if not tag.special and str(tag).strip() and str(tag) in template}
+
+
+@lru_cache(8)
+def _with_special_tags(tokenizer: Any, tags: tuple[int, ...]) -> Any:
+    """A copy, to which these are special tokens."""
+    with lock_of(tokenizer):
+        own = copy.deepcopy(tokenizer)
+    for tag in (own.added_tokens_decoder[id] for id in tags):
+        tag.special = True
+        own.backend_tokenizer.add_special_tokens([tag])
+    return own
+
+
+def _check_text(tokenizer: Any, ids: Iterable[int], structure: Set[int]) -> None:
+    if found := structure & set(ids):
         raise ValueError(
             f"{type(tokenizer).__name__} takes text for the special token {tokenizer.decode([min(found)])!r}: "
             "documents would be read as structure; load the model's tokenizer.json, or leave that word out"
         )
-    return tuple(ids)
 
 
 def added_tokens(tokenizer: Any) -> tuple[list[int], list[int]]:

@@ -32,7 +32,7 @@ from comb.linking.positions import (
     numbered,
     states_by_position,
 )
-from comb.linking.support import distance, made_up_tokens, tolerance_of
+from comb.linking.support import check_decoder_alone, distance, made_up_tokens, tolerance_of
 
 _TOKENS, _HEAD = 11, 5
 # of cache layers whose states and keys can be read and written
@@ -145,6 +145,7 @@ def _try(model: Any) -> HybridSupport:
             f"its cache has layers of kinds that can't be moved or composed: {', '.join(odd)} (sliding windows drop "
             "early tokens; indexed layers keep keys of their own)"
         )
+    check_decoder_alone(model, new_cache(model))
     whole = record(model, made_up_tokens(model, _TOKENS).tolist(), _HEAD)
     if not whole.layers:
         raise UnmovableError("no layer of it leaves a state in its cache: it isn't a hybrid")

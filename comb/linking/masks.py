@@ -94,9 +94,6 @@ def cache_kinds(model: Any) -> list[Any]:
         UnmovableError: when they aren't all keys and values per token, full or with a sliding window, or hold tokens
             that aren't the prompt's.
     """
-    peft = getattr(model, "peft_config", None)
-    if isinstance(peft, dict) and any(getattr(config, "is_prompt_learning", False) for config in peft.values()):
-        raise UnmovableError("peft puts learned tokens in front of every prompt (prompt learning)")
     if getattr(model.config, "is_encoder_decoder", False):
         raise UnmovableError("it is an encoder-decoder")
     try:

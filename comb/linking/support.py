@@ -10,10 +10,10 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from transformers.cache_utils import DynamicCache
+from transformers.cache_utils import Cache, DynamicCache
 
 from comb.backbones.attention_calls import attention
-from comb.backbones.forward import run_decoder, takes_positions
+from comb.backbones.forward import decoder_of, run_decoder, takes_positions
 from comb.backbones.identity import exclusive, identity_of
 from comb.backbones.rotary import length_limit
 from comb.cache.picache import DecoderPICache
@@ -63,14 +63,39 @@ def check_keys_cached(model: Any) -> None:
         raise UnmovableError(reason)
 
 
+def check_decoder_alone(model: Any, cache: Cache) -> None:
+    """That nothing around a model's decoder changes what it reads, since documents are compiled by the decoder alone.
+
+    Args:
+        cache: an empty one.
+
+    Raises:
+        UnmovableError: when something does, with what is known of it.
+    """
+    peft = getattr(model, "peft_config", None)
+    for config in peft.values() if isinstance(peft, dict) else ():
+        if getattr(config, "is_prompt_learning", False):
+            raise UnmovableError("peft puts learned tokens in front of every prompt (prompt learning)")
+        if getattr(config, "alora_invocation_tokens", None):  # which made-up tokens don't hold
+            raise UnmovableError("peft begins an activated LoRA in the middle of a prompt (alora_invocation_tokens)")
+    heard: list[Tensor] = []
+    ids = made_up_tokens(model, _QUERY)[None].to(model.get_input_embeddings().weight.device)
+    hook = decoder_of(model).register_forward_hook(lambda *call: heard.append(call[-1][0]))
+    try:
+        model(input_ids=ids, use_cache=False)
+    finally:
+        hook.remove()
+    alone = run_decoder(model, ids, cache)
+    if heard and (heard[0].shape != alone.shape or distance(heard[0], alone) > tolerance_of(model)):
+        raise UnmovableError("what stands around its decoder (a hook, a forward of your own) changes what that reads")
+
+
 @torch.no_grad()
 def _why_not_cached(model: Any) -> str:
     try:
         kinds = cache_kinds(model)
-    except UnmovableError as error:
-        return str(error)
-    try:
         with exclusive(model):
+            check_decoder_alone(model, DynamicCache(config=model.config))
             # beyond a window, where that is cheap: Moshi's cache has one, and its attention doesn't
             windows = [window for window in (getattr(layer, "sliding_window", None) for layer in kinds) if window]
             count = _QUERY + max(2, min((window for window in windows if window <= _SMALL_WINDOW), default=2))
@@ -97,6 +122,8 @@ def _why_not_cached(model: Any) -> str:
                 return "its forward pass puts more tokens into its cache than the prompt has"
             if not distance(hidden, whole) > tolerance_of(model):  # also of what isn't finite: other checks say so
                 return ""
+    except UnmovableError as error:
+        return str(error)
     except (RuntimeError, TypeError, ValueError, KeyError, IndexError, AttributeError, AssertionError) as error:
         return f"its forward pass doesn't go on from a cache ({type(error).__name__}: {error})"
     # torch's dynamic quantisation, and bitsandbytes in 8 bits

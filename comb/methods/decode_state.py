@@ -185,7 +185,9 @@ class DecodeState:
         if self.past_key_values is not None:
             past = fork_cache(self.past_key_values)
             generate_kwargs[cache_argument(self.model, past)] = past
-            for name in ("assistant_model", "prompt_lookup_num_tokens", "custom_generate"):
+            unlike = ["assistant_model", "prompt_lookup_num_tokens", "custom_generate"]
+            unlike += ["adapter_names", "alora_offsets"]  # of peft: they would hold for the tokens from here on alone
+            for name in unlike:
                 if self._setting(name, generate_kwargs) is not None:
                     raise ValueError(
                         f"generate({name}=...) doesn't go on from a linked cache as plain decoding does, so the answer "

@@ -187,8 +187,10 @@ class PrefixMethod(TokensOnly):
 
     def __init__(self, model: Any, **parameters: Any) -> None:
         super().__init__(model, **parameters)
-        reason = why_not_continue(self.backbone) or why_not_decoded(self.backbone)
-        if reason:
+        self._check()
+
+    def _check(self) -> None:
+        if reason := why_not_continue(self.backbone) or why_not_decoded(self.backbone):
             raise ValueError(f"method 'prefix' can't be used with this model: {reason}; use method='full'")
 
     @property
@@ -197,6 +199,7 @@ class PrefixMethod(TokensOnly):
 
     def link_row(self, row: LinkRequest) -> DecodeState:
         segments, fresh = [token_ids(picache) for picache in row.picaches], row.fresh
+        self._check()  # a model may have changed
         self.check_prompt(sum(map(len, segments)), sum(map(len, fresh)))
         # the last token is always computed anew: its logits are what decoding starts from
         prefix = list(row.prefix_ids) if segments or row.query_ids else []

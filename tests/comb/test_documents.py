@@ -98,6 +98,19 @@ def test_a_document_that_spells_a_special_token_stays_text(text: str) -> None:
         assert special & set(ids(tokenizer, text)) <= set(same.bare)
 
 
+def test_a_document_spells_no_tag_of_the_template() -> None:
+    """Parsers look for the last </think> of a whole prompt; added tokens that no template writes are text as any."""
+    tokenizer = byte_tokenizer()
+    tokenizer.add_tokens(["</think>", "<table>"])
+    before = PromptBuilder(tokenizer).segment("a </think> b <table>")
+    assert {260, 261} <= set(before)
+    tokenizer.chat_template += "{# </think> #}"
+    segment = PromptBuilder(tokenizer).segment("a </think> b <table>")
+    assert (260 in segment, 261 in segment) == (False, True)
+    assert tokenizer.decode(segment) == "a </think> b <table>\n"
+    assert 260 in ids(tokenizer, "</think>")
+
+
 def test_threads_share_a_tokenizer() -> None:
     """Splitting special tokens is a switch on the tokenizer itself: one thread's must not be another's."""
     tokenizer = byte_tokenizer()

@@ -22,6 +22,7 @@ from comb.methods.linked import Linked, PromptLayout
 from tests.comb.test_linking import DOCUMENTS, FRONT, PREFIX, QUERY, UNSEEN, error, link, model_of, spans_of
 from tests.helpers.byte_text import byte_llama, byte_tokenizer
 from tests.helpers.families import tiny
+from tests.helpers.hybrids import HYBRIDS, tiny_hybrid
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -257,12 +258,63 @@ def test_refusals_end_when_the_weights_are_right_again() -> None:
     assert set(methods.create("naive", model).support.positions.layers) != {(None, None)}
 
 
-def test_prompt_learning_is_refused() -> None:
+@pytest.mark.parametrize(("spec", "family"), [("legolink", "llama"), ("prefix", "llama"), ("hypic", "qwen3_5")])
+def test_what_peft_puts_around_a_decoder_is_refused(spec: str, family: str) -> None:
     peft = pytest.importorskip("peft")
-    settings = peft.PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=3)
-    model = peft.get_peft_model(tiny("llama"), settings).eval()
-    with pytest.raises(ValueError, match="prompt learning"):
-        methods.create("legolink", model)
+    learned = peft.PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=3)
+    begun = peft.LoraConfig(task_type="CAUSAL_LM", target_modules=["q_proj"], alora_invocation_tokens=[7])
+    for settings, match in ((learned, "prompt learning"), (begun, "activated LoRA")):
+        model = peft.get_peft_model(small(family), settings).eval()
+        with pytest.raises(ValueError, match=match):
+            methods.create(spec, model)
+        methods.create("full", model)
+
+
+@pytest.mark.parametrize(("spec", "family"), [("legolink:4", "llama"), ("prefix", "llama"), ("hypic:4", "qwen3_5")])
+def test_a_hook_around_the_decoder_is_refused_and_one_inside_is_not(spec: str, family: str) -> None:
+    model, documents = small(family), [[5, 6, 7, 8, 9, 10], [11, 12, 13, 14]]
+    method = methods.create(spec, model)
+    inside = model.get_input_embeddings().register_forward_hook(lambda *call: call[-1] * 1.5)
+    method.link(method.compile(documents), [9, 8])
+    inside.remove()
+
+    def other(_: Any, args: Any, kwargs: Any) -> Any:
+        return args, {**kwargs, "input_ids": (kwargs["input_ids"] + 1) % 100}
+
+    outside = model.register_forward_pre_hook(other, with_kwargs=True)
+    with pytest.raises(ValueError, match="around its decoder"):
+        method.link(method.compile(documents), [9, 8])
+    outside.remove()
+    method.link(method.compile(documents), [9, 8])
+
+
+@pytest.mark.parametrize("spec", ["prefix", "naive", "legolink:4", "full"])
+def test_a_picture_in_an_earlier_prompt_moves_no_later_one(spec: str) -> None:
+    """Models that see keep how far the pictures of the last prompt have moved its text."""
+    rope = {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [1, 1, 2]}
+    text = {"vocab_size": 128, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2,
+            "num_attention_heads": 4, "num_key_value_heads": 2, "rope_parameters": rope}  # fmt: skip
+    vision = {"depth": 1, "embed_dim": 16, "hidden_size": 32, "num_heads": 2}
+    torch.manual_seed(0)
+    config = tf.Qwen2VLConfig(text_config=text, vision_config=vision, image_token_id=120, video_token_id=121)
+    model: Any = tf.Qwen2VLForConditionalGeneration(config).eval()
+    state = link(model, spec)
+    expected = state.logits
+    for left in ([[-12]], [[0], [0]]):  # of a picture; of a batch of two rows
+        model.model.rope_deltas = torch.tensor(left)
+        assert torch.equal(state.logits, expected)
+
+
+def small(family: str) -> Any:
+    return tiny_hybrid(family) if family in HYBRIDS else tiny(family, std=0.15)
+
+
+def test_offloaded_embeddings_are_said_in_one_line() -> None:
+    accelerate = pytest.importorskip("accelerate")
+    model = tiny("llama")
+    accelerate.cpu_offload(model, execution_device=torch.device("cpu"))
+    with pytest.raises(ValueError, match="embedding table is offloaded"):
+        methods.create("full", model)
 
 
 # ---- the surroundings of a call ----
@@ -305,10 +357,11 @@ def test_a_generation_configuration_of_its_own() -> None:
 
 
 @pytest.mark.parametrize("spec", ["legolink:4", "prefix"])
-def test_assisted_decoding_is_refused_behind_a_linked_cache(spec: str) -> None:
+def test_what_goes_on_otherwise_is_refused_behind_a_linked_cache(spec: str) -> None:
     model = tiny("llama", std=0.15)
-    with pytest.raises(ValueError, match="prompt_lookup_num_tokens"):
-        link(model, spec).generate(max_new_tokens=4, prompt_lookup_num_tokens=2)
+    for name, value in (("prompt_lookup_num_tokens", 2), ("adapter_names", ["b"])):
+        with pytest.raises(ValueError, match=rf"{name}=.*linked cache"):
+            link(model, spec).generate(max_new_tokens=4, **{name: value})
     link(model, "full").generate(max_new_tokens=4, prompt_lookup_num_tokens=2)
 
 
