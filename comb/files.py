@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
+import tempfile
 import time
 import uuid
-from contextlib import suppress
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -56,6 +59,38 @@ def write_whole(path: Path, data: bytes) -> None:
     except BaseException:
         temporary.unlink(missing_ok=True)
         raise
+
+
+@contextmanager
+def rewritten(folder: Path, patterns: Sequence[str] = ()) -> Iterator[Path]:
+    """A folder to write files in, which take their places in `folder` when the block has ended without an error.
+
+    Args:
+        patterns: files of `folder` that go then, where the new ones have none of that name.
+
+    Raises:
+        OSError: if the new files can't be written; `folder` is as it was before.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    for old in filter(is_abandoned, folder.iterdir()):
+        shutil.rmtree(old, ignore_errors=True)
+    with tempfile.TemporaryDirectory(prefix=TEMPORARY_PREFIX, dir=folder, ignore_cleanup_errors=True) as temporary:
+        try:
+            yield Path(temporary)
+        except Exception as error:
+            from safetensors import SafetensorError  # `comb --help` doesn't wait for it
+
+            # what Python, safetensors, and tokenizers (an Exception of no kind) say on a full disk
+            if type(error) is Exception or isinstance(error, OSError | SafetensorError):
+                raise OSError(f"{folder} is as it was before, the new files can't be written ({error})") from error
+            raise
+        made = {path.relative_to(temporary): path for path in Path(temporary).rglob("*") if path.is_file()}
+        for name, path in made.items():
+            (folder / name).parent.mkdir(exist_ok=True)
+            path.replace(folder / name)
+    for path in {path for pattern in patterns for path in folder.glob(pattern)}:
+        if path.relative_to(folder) not in made and not path.is_dir():
+            path.unlink(missing_ok=True)
 
 
 def is_abandoned(path: Path) -> bool:

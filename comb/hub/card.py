@@ -21,6 +21,7 @@ from comb.backbones.adapter import fingerprint_name
 from comb.backbones.gguf import MODELS
 from comb.backbones.loading import backbone_beside, is_hub_id, resolve_name
 from comb.backbones.unpublished import public
+from comb.files import read_text
 from comb.hub.facts import RESULTS, TRAINING, eval_results, read_evaluations, read_training
 
 # a wheel carries the template inside the package (pyproject.toml), a source tree has it in model_cards/
@@ -222,7 +223,7 @@ def inherited_licence(
                 return {}, f"there is no backbone {name!r} to read it from"
             hub = api or HfApi()
             card = Path(hub.hf_hub_download(backbone, card.name, revision=revision, local_files_only=not api))
-        header = Card.parse(card.read_text(encoding="utf-8"), str(card)).header
+        header = Card.parse(read_text(card), str(card)).header
     except HFValidationError:  # looks like an id, and is none: a folder that isn't there any more
         return {}, f"there is no backbone {name!r} to read it from"
     except HUB_ERRORS as error:
@@ -230,6 +231,12 @@ def inherited_licence(
     except ValueError:
         return {}, f"the card of {name} has a header that can't be read"
     found = {key: header[key] for key in SETTLED if isinstance(header.get(key), str | list)}
+    link = found.get("license_link")
+    if isinstance(link, str) and "://" not in link:  # a file beside that card, which an adapter hasn't
+        del found["license_link"]
+        if is_hub_id(backbone):
+            there = f"https://huggingface.co/{backbone}/blob/{revision or 'main'}"
+            found["license_link"] = f"{there}/{link.removeprefix('./')}"
     return (found, f"from the card of {name}") if "license" in found else ({}, f"the card of {name} states none")
 
 

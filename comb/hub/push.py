@@ -6,13 +6,13 @@ import fnmatch
 import logging
 import math
 import tempfile
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from huggingface_hub import CommitOperationAdd, HfApi, get_token
+from huggingface_hub import CommitOperationAdd, CommitOperationDelete, HfApi, get_token
 from huggingface_hub.errors import HFValidationError, RemoteEntryNotFoundError, RepositoryNotFoundError
 from huggingface_hub.utils import validate_repo_id  # type: ignore[attr-defined]  # public, but not re-exported by name
 from safetensors import safe_open
@@ -21,7 +21,7 @@ from transformers import PreTrainedConfig
 from comb.backbones import backbones, damage
 from comb.backbones.adapter import AdapterConfig, is_adapter
 from comb.backbones.loading import is_hub_id, load_config
-from comb.files import read_text
+from comb.files import read_text, rewritten
 from comb.hub.card import HUB_ERRORS, Card, reason, render
 from comb.hub.facts import RESULTS, TRAINING
 from comb.hub.redaction import clean_files, known_secrets
@@ -64,13 +64,15 @@ class PushPlan:
     warnings: tuple[str, ...]
     contents: Mapping[str, bytes]  # of files that go up changed: the card, records that a token was taken out of
     parent: str | None  # the commit that the push goes on from
+    deleted: tuple[str, ...]  # what the push before left there, and the folder hasn't
 
 
 def write_card(config: Any, folder: Path) -> None:
     """Writes the generated part of the model card, and leaves alone what a person wrote."""
     weights = read_weights(folder, config.parts) if any(folder.glob("model*.safetensors")) else (None, None)
     card, _ = render(config, folder, folder.name, weights, here=read_card(folder))
-    (folder / CARD).write_text(str(card), encoding="utf-8")
+    with rewritten(folder) as fresh:
+        (fresh / CARD).write_text(str(card), encoding="utf-8")
 
 
 def refresh_card(folder: Path) -> None:
@@ -109,11 +111,12 @@ def plan_push(folder: str | Path, repo: str, *, api: HfApi | None = None, privat
         raise ValueError(f"{folder} holds a checkpoint of model_type {config.model_type!r}, not a COMB adapter")
     damage.check_files(folder)
     weights = read_weights(folder, config.parts)
-    there, parent = (None, None) if api is None else _read_remote(api, repo, private)
+    there, parent, old = (None, None, set[str]()) if api is None else _read_remote(api, repo, private)
     card, replaces = render(config, folder, repo, weights, here=read_card(folder), there=there, api=api)
     names = {str(path.relative_to(folder)) for path in folder.rglob("*") if path.is_file()} | {CARD}
-    # fnmatch's * crosses slashes; only files at the top are published
-    chosen = {name for name in names if "/" not in name and any(fnmatch.fnmatch(name, p) for p in PUBLISHED)}
+    chosen = _published(names)
+    # a picture that the card shows is a person's
+    deleted = sorted(name for name in _published(old) - chosen if not (name.endswith(".png") and name in str(card)))
     warnings, backbone = [], config.backbone_name
     if not is_hub_id(backbone) and backbone not in backbones:
         warnings.append(
@@ -134,6 +137,11 @@ def plan_push(folder: str | Path, repo: str, *, api: HfApi | None = None, privat
             f"{CARD} on the Hub has words of a person's that the folder's hasn't, and is replaced; they stay in "
             f"https://huggingface.co/{repo}/blob/{parent}/{CARD}"
         )
+    if deleted:
+        warnings.append(
+            f"{', '.join(deleted)} on the Hub, which {folder} hasn't, is deleted there; it stays in "
+            f"https://huggingface.co/{repo}/tree/{parent}"
+        )
     sizes = {name: len(contents[name]) if name in contents else (folder / name).stat().st_size for name in chosen}
     return PushPlan(
         folder,
@@ -145,6 +153,7 @@ def plan_push(folder: str | Path, repo: str, *, api: HfApi | None = None, privat
         warnings=tuple(warnings),
         contents=contents,
         parent=parent,
+        deleted=tuple(deleted),
     )
 
 
@@ -172,9 +181,12 @@ def upload(plan: PushPlan, api: HfApi) -> str:
     with explained(f"the repository {repo} could not be made or opened, nothing was uploaded"):
         api.create_repo(repo, private=plan.private, exist_ok=True)
     # one commit: files appear all together or not at all. The client retries requests, and sends no file a second time
-    operations = [CommitOperationAdd(name, plan.contents.get(name, plan.folder / name)) for name, _ in plan.files]
+    added = [CommitOperationAdd(name, plan.contents.get(name, plan.folder / name)) for name, _ in plan.files]
+    deleted = [CommitOperationDelete(name, is_folder=False) for name in plan.deleted]
     with explained(f"the upload to {repo} failed, and nothing of it is there; the same command goes on"):
-        done = api.create_commit(repo, operations, commit_message="Upload comb adapter", parent_commit=plan.parent)
+        done = api.create_commit(
+            repo, [*added, *deleted], commit_message="Upload comb adapter", parent_commit=plan.parent
+        )
     return str(done.commit_url)
 
 
@@ -205,17 +217,22 @@ def read_card(folder: Path) -> Card | None:
     return Card.parse(read_text(path), str(path)) if path.exists() else None
 
 
-def _read_remote(api: HfApi, repo: str, private: bool) -> tuple[Card | None, str | None]:
-    """The card on the Hub and the newest commit, where there are any."""
+def _published(names: Iterable[str]) -> set[str]:
+    # fnmatch's * crosses slashes; only files at the top are published
+    return {name for name in names if "/" not in name and any(fnmatch.fnmatch(name, p) for p in PUBLISHED)}
+
+
+def _read_remote(api: HfApi, repo: str, private: bool) -> tuple[Card | None, str | None, set[str]]:
+    """The card on the Hub, the newest commit and its files, where there are any."""
     asking = explained(f"the Hub could not be asked about {repo}, nothing was uploaded")
     with asking, tempfile.TemporaryDirectory() as temporary:
         try:
             info = api.model_info(repo)
         except RepositoryNotFoundError:
-            return None, None
+            return None, None, set()
         try:
             path = api.hf_hub_download(repo, CARD, revision=info.sha, local_dir=temporary)
-            text = Path(path).read_text(encoding="utf-8")
+            text = read_text(path)
         except RemoteEntryNotFoundError:
             text = None
     if private and info.private is False:
@@ -223,4 +240,5 @@ def _read_remote(api: HfApi, repo: str, private: bool) -> tuple[Card | None, str
             f"{repo} is on the Hub already, and public: --private holds for new repositories. Make it private in its "
             "settings, or take another name"
         )
-    return None if text is None else Card.parse(text, f"{repo}/{CARD} on the Hub"), info.sha
+    card = None if text is None else Card.parse(text, f"{repo}/{CARD} on the Hub")
+    return card, info.sha, {file.rfilename for file in info.siblings or ()}

@@ -15,15 +15,19 @@ from torch import Tensor, nn
 from transformers import GenerationConfig, PreTrainedModel
 
 from comb.backbones.adapter import AdapterConfig, check_fingerprint, fingerprint
-from comb.backbones.damage import explained
+from comb.backbones.damage import TOKENIZER_FILES, explained
 from comb.backbones.discovery import UnsupportedBackboneError
 from comb.backbones.loading import HUB_ARGUMENTS, backbone_of_adapter, load_backbone, trained_quantised
 from comb.backbones.tokenizer import tokenizer_fingerprint
 from comb.backbones.unpublished import write_private
-from comb.model.weights import load_adapter, read_weights
+from comb.files import rewritten
+from comb.model.weights import WEIGHTS, WEIGHTS_INDEX, load_adapter, read_weights
 
 if TYPE_CHECKING:
     from huggingface_hub import HfApi
+
+_WEIGHT_FILES = (WEIGHTS, WEIGHTS_INDEX, "model-*.safetensors")
+_TOKENIZER_FILES = (*TOKENIZER_FILES, "additional_chat_templates/*.jinja")
 
 
 class AdapterModel(PreTrainedModel):
@@ -136,28 +140,35 @@ class AdapterModel(PreTrainedModel):
     ) -> None:
         """Writes the adapter alone: config, trained parameters, generation config and a model card.
 
+        Weights (and with `tokenizer` its files) of another that was in that folder go, behind a save that succeeded.
+
         Args:
             tokenizer: written beside it; its fingerprint goes into the configuration, so that another tokenizer
                 is noticed when the adapter is used.
             push_to_hub, repo_id, private, token: publish the folder afterwards, as `comb push` does.
             state_dict, kwargs: as in transformers.
+
+        Raises:
+            OSError: if it can't be written, as on a full disk; what was in the folder before is intact.
         """
         from comb.hub.push import push, write_card  # only saving renders a card
 
         folder = Path(save_directory)
-        folder.mkdir(parents=True, exist_ok=True)
         if tokenizer is not None:
             self.config.tokenizer_fingerprint = tokenizer_fingerprint(tokenizer)
-            tokenizer.save_pretrained(folder)
         # our names are the format: conversions that transformers knows for the backbone's weights don't apply
         kwargs.setdefault("save_original_format", False)
         weights = self.state_dict() if state_dict is None else state_dict
         adapter = {name: tensor for name, tensor in weights.items() if not name.startswith("backbone.")}
-        super().save_pretrained(folder, state_dict=adapter, **kwargs)
-        if not kwargs.get("is_main_process", True):  # then nothing of the model is written either
+        if not kwargs.get("is_main_process", True):  # then nothing is written
+            super().save_pretrained(folder, state_dict=adapter, **kwargs)
             return
-        for file in folder.glob("*.safetensors"):  # which safetensors makes readable to their owner alone
-            shutil.copymode(folder / "config.json", file)
+        with rewritten(folder, _WEIGHT_FILES if tokenizer is None else _WEIGHT_FILES + _TOKENIZER_FILES) as fresh:
+            if tokenizer is not None:
+                tokenizer.save_pretrained(fresh)
+            super().save_pretrained(fresh, state_dict=adapter, **kwargs)
+            for file in fresh.glob("*.safetensors"):  # which safetensors makes readable to their owner alone
+                shutil.copymode(fresh / "config.json", file)
         name = self.config.backbone_name_or_path
         write_private(folder, backbone=name if Path(name).is_absolute() else None)
         write_card(self.config, folder)

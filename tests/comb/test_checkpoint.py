@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from transformers import AutoConfig, AutoModelForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
 from comb import CombConfig, CombForCausalLM
 from comb.backbones.loading import resolve_name
@@ -88,6 +88,30 @@ def test_sharded_weights(saved: Path) -> None:
     model.save_pretrained(saved / "sharded", max_shard_size="20KB")
     assert (saved / "sharded" / "model.safetensors.index.json").exists()
     assert torch.equal(logits(CombForCausalLM.from_pretrained(saved / "sharded")), logits(model))
+
+
+@pytest.mark.parametrize("shards", [("1GB", "20KB"), ("20KB", "1GB"), ("20KB", "40KB")])
+def test_nothing_of_the_adapter_before_stays_in_its_folder(saved: Path, shards: tuple[str, str]) -> None:
+    model, tokenizer = CombForCausalLM.from_pretrained(saved / "adapter"), byte_tokenizer()
+    template, folder = tokenizer.chat_template, saved / "used"
+    tokenizer.chat_template = {"default": template, "other": template}
+    model.save_pretrained(folder, tokenizer=tokenizer, max_shard_size=shards[0])
+    for name in ("merges.txt", "mine.txt"):
+        (folder / name).write_text("#version: 0.2\n")
+    model.save_pretrained(folder)
+    assert {"merges.txt", "tokenizer.json"} <= {path.name for path in folder.iterdir()}  # whoever gave none kept it
+    with torch.no_grad():
+        model.cross_blocks[0].cross_attn.o_proj.weight.add_(0.5)
+    tokenizer.chat_template = None
+    for place in (folder, saved / "new"):
+        model.save_pretrained(place, tokenizer=tokenizer, max_shard_size=shards[1])
+    files = {path.name for path in (saved / "new").rglob("*") if path.is_file()}
+    assert {path.name for path in folder.rglob("*") if path.is_file()} == {*files, "mine.txt"}
+    assert torch.equal(logits(CombForCausalLM.from_pretrained(folder)), logits(model))
+    again = AutoTokenizer.from_pretrained(folder)
+    assert again.chat_template is None
+    model.save_pretrained(folder, tokenizer=again, max_shard_size=shards[1])  # the folder it is from
+    assert AutoTokenizer.from_pretrained(folder).get_vocab() == tokenizer.get_vocab()
 
 
 def test_dtype_reaches_backbone_and_adapter(saved: Path) -> None:

@@ -19,7 +19,7 @@ from safetensors.torch import load_file, save_file
 from comb import CombForCausalLM
 from comb.backbones.loading import is_hub_id
 from comb.cli.main import main
-from comb.hub.card import TEMPLATE
+from comb.hub.card import TEMPLATE, inherited_licence
 from comb.hub.push import UploadFailedError, plan_push, push
 from tests.helpers.byte_text import byte_tokenizer
 from tests.helpers.fake_hub import Failure, Hub, fake_hub
@@ -180,6 +180,53 @@ def test_a_card_written_on_the_hub_by_hand_stays(adapter: Path, hub: Hub, api: H
     plan = plan_push(adapter, "me/tiny", api=api)
     assert plan.card == "---\nlibrary_name: comb\n---\nMine.\n"
     assert any("no generated part" in warning for warning in plan.warnings)
+
+
+def test_what_the_version_before_left_there_is_deleted(
+    adapter: Path, hub: Hub, api: HfApi, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    old = ("chat_template.jinja", "results.json", "results.png", "tokenizer_config.json")
+    for name in old:
+        (adapter / name).write_text("{}")
+    push(adapter, "me/tiny", api=api)
+    mine = {"LICENSE": b"mine", "mine.png": b"mine", "data/config.json": b"mine"}
+    edited = on_the_hub(hub).replace("---\n\n<!--", "---\n\n![](mine.png)\n\n<!--").encode()
+    before = hub.repositories["me/tiny"].commit({**mine, "README.md": edited}, "edit")
+    for name in old:
+        (adapter / name).unlink()
+    model = CombForCausalLM.from_pretrained(adapter, backbone=tiny("llama"))
+    with torch.no_grad():
+        model.cross_blocks[0].cross_attn.o_proj.weight.fill_(0.5)
+    model.save_pretrained(adapter, max_shard_size="20KB")
+    monkeypatch.setenv("HF_TOKEN", TOKEN)
+    with pytest.raises(SystemExit, match="0"):
+        main(["push", str(adapter), "me/tiny", "--dry-run"])
+    shown = capsys.readouterr().out
+    assert f"{', '.join(sorted([*old, 'model.safetensors']))} on the Hub, which" in shown
+    assert f"https://huggingface.co/me/tiny/tree/{before}" in shown
+    push(adapter, "me/tiny", api=api)
+    weights = {path.name for path in adapter.glob("model*")}
+    assert set(hub.repos["me/tiny"]) == {*FILES - {"model.safetensors"}, *weights, *mine}
+    loaded = CombForCausalLM.from_pretrained("me/tiny", backbone=tiny("llama"), token=TOKEN)
+    torch.testing.assert_close(loaded.state_dict(), model.state_dict())
+    assert "is deleted there" not in " ".join(plan_push(adapter, "me/tiny", api=api).warnings)
+
+
+@pytest.mark.parametrize(
+    ("revision", "link", "wanted"),
+    [
+        (None, "LICENSE", "https://huggingface.co/owner/backbone/blob/main/LICENSE"),
+        ("v1", "./LICENSE", "https://huggingface.co/owner/backbone/blob/v1/LICENSE"),
+        (None, "https://owner.com/licence", "https://owner.com/licence"),
+    ],
+)
+def test_a_licence_beside_the_backbones_card_is_linked_there(
+    adapter: Path, hub: Hub, api: HfApi, revision: str | None, link: str, wanted: str
+) -> None:
+    card = f"---\nlicense: other\nlicense_name: own\nlicense_link: {link}\n---\n"
+    hub.repositories["owner/backbone"].commit({"README.md": card.encode()}, "edit")
+    found, _ = inherited_licence("owner/backbone", revision, adapter, api=api)
+    assert found == {"license": "other", "license_name": "own", "license_link": wanted}
 
 
 def test_an_upload_that_fails_leaves_nothing_and_goes_on(adapter: Path, hub: Hub, api: HfApi) -> None:

@@ -231,6 +231,8 @@ def test_the_licence_is_the_backbones_or_not_known(adapter: Path, tmp_path: Path
     assert "there is no backbone 'runs/a--b'" in inherited_licence("runs/a--b", None, adapter)[1]
     for card, wanted in (
         ("---\nlicense: other\nlicense_name: mine\n---\n", {"license": "other", "license_name": "mine"}),
+        ("\ufeff---\nlicense: mit\n---\n", {"license": "mit"}),  # as Windows editors begin a file
+        ("---\nlicense: other\nlicense_link: LICENSE\n---\n", {"license": "other"}),  # in no folder of the adapter's
         ("# no header", {}),
         ("---\nlicense: [mit\n---\n", {}),
         ("---\nlicense: [mit, gpl-3.0]\n---\n", {"license": ["mit", "gpl-3.0"]}),
@@ -255,7 +257,7 @@ def test_a_licence_that_was_found_once_is_not_lost(adapter: Path, monkeypatch: p
         return str(card)
 
     monkeypatch.setattr(HfApi, "hf_hub_download", download)
-    monkeypatch.setattr("comb.hub.push._read_remote", lambda *args: (None, None))
+    monkeypatch.setattr("comb.hub.push._read_remote", lambda *args: (None, None, set()))
     (adapter / "README.md").write_text(plan_push(adapter, "me/x", api=HfApi()).card)
     refresh_card(adapter)
     assert ModelCard.load(adapter / "README.md").data.license == "mit"

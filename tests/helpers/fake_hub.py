@@ -6,7 +6,7 @@ import base64
 import hashlib
 import json
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -25,9 +25,9 @@ class Repo:
     def head(self) -> str:
         return self.commits[0][0]
 
-    def commit(self, files: dict[str, bytes], message: str) -> str:
-        """All files at once; the id of the new commit."""
-        self.files = {**self.files, **files}
+    def commit(self, files: Mapping[str, bytes | None], message: str) -> str:
+        """All files at once, None deletes one; the id of the new commit."""
+        self.files = {name: content for name, content in {**self.files, **files}.items() if content is not None}
         content = repr((sorted(self.files.items()), message, len(self.commits)))
         self.commits.insert(0, (hashlib.sha1(content.encode()).hexdigest(), message))
         return self.head
@@ -140,7 +140,8 @@ class _Handler(BaseHTTPRequestHandler):
             self._answer({}, 404)
 
     def _commit(self, name: str, body: bytes) -> None:
-        repo, files, message = self.hub.repositories[name], {}, ""
+        repo, message = self.hub.repositories[name], ""
+        files: dict[str, bytes | None] = {}
         for line in body.splitlines():
             entry = json.loads(line)
             value = entry["value"]
@@ -153,6 +154,8 @@ class _Handler(BaseHTTPRequestHandler):
                 files[value["path"]] = base64.b64decode(value["content"])
             elif entry["key"] == "lfsFile":
                 files[value["path"]] = self.hub.objects[value["oid"]]
+            elif entry["key"] == "deletedFile":
+                files[value["path"]] = None
         commit = repo.commit(files, message)
         url = f"{self.hub.url}/{name}/commit/{commit}"
         self._answer({"success": True, "commitOid": commit, "commitUrl": url, "hookOutput": ""})

@@ -9,6 +9,7 @@ import re
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -22,6 +23,7 @@ from comb_training.config import config_from_dict, load_config, trained_config
 from comb_training.models import training_method
 from comb_training.nano import CHECKPOINT
 from comb_training.train import run_training
+from comb_training.trainer.checkpoints import CheckpointError
 from tests.helpers.processes import wait_for
 from tests.helpers.training import TOKENIZER, invoke
 
@@ -82,14 +84,23 @@ def test_run_training_end_to_end(config_for: Callable[..., Any], tmp_path: Path,
     assert not any(name.endswith((".bin", ".pt")) for name in names)
 
 
-def test_scores_of_an_older_adapter_do_not_stay_in_the_card(config_for: Callable[..., Any], tmp_path: Path) -> None:
+def test_scores_of_an_older_adapter_do_not_stay_in_the_card(
+    config_for: Callable[..., Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     row = {"method": "comb", "n": 1, "em": 1.0, "f1": 1.0}
     (tmp_path / "out").mkdir()
     for name in ("results.json", "results-squad.json"):
         (tmp_path / "out" / name).write_text(json.dumps({"argv": ["comb"], "results": [row]}))
+    (tmp_path / "out" / "results.png").write_bytes(b"")
+    with monkeypatch.context() as full:
+        full.setattr(CombForCausalLM, "save_pretrained", Mock(side_effect=OSError("no space")))
+        with pytest.raises(CheckpointError, match="no space"):
+            run_training(config_for(answers="gold"), progress=False)
+    assert (tmp_path / "out" / "results.json").exists()  # as the adapter that it is of
     run_training(config_for(answers="gold"), progress=False)
     card = (tmp_path / "out" / "README.md").read_text()
     assert "exact match" not in card
+    assert "results.png" not in card
     assert "| data | `data.jsonl` (not on the Hub) |" in card
 
 

@@ -318,6 +318,28 @@ def test_a_full_disk_leaves_the_checkpoint_of_before(tmp_path: Path) -> None:
     assert [path.name for path in checkpoints(tmp_path / "b")] == ["checkpoint-6"]
 
 
+@pytest.mark.parametrize(
+    ("save_steps", "words"), [(None, "then train again"), (1, "then go on from checkpoint-1 with --resume auto")]
+)
+def test_a_full_disk_at_the_end_leaves_the_adapter_of_before(
+    tmp_path: Path, save_steps: int | None, words: str
+) -> None:
+    trainer(comb_model(), tmp_path, steps=1, save_steps=1).train()  # of an earlier run
+    run = trainer(comb_model(), tmp_path, steps=1, save_steps=save_steps)
+    run.train()
+    run.save_model(tmp_path)
+    before = {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()}
+    run.model.config.cross_attention_layers = [0]
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (20_000, limits[1]))
+    try:
+        with pytest.raises(CheckpointError, match=rf"is as it was before.*\(.*too large.*\); make room, {words}"):
+            run.save_model(tmp_path)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    assert {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()} == before
+
+
 def test_a_tokenizer_that_a_full_disk_does_not_take_is_a_checkpoint_that_was_not_written(tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match="step 3 could not be written"), saved.new_checkpoint(tmp_path, 3, keep=0):
         raise Exception("No space left on device (os error 28)")  # noqa: TRY002  # tokenizers does

@@ -162,11 +162,12 @@ def run_training(
         if distributed.is_main():
             _write_record(config, record, result.checkpoint)
     else:
+        trainer.save_model(folder)
         # scores of an adapter that was in this folder before don't hold for this one, and the card would show them
         if distributed.is_main():
             for results in folder.glob(RESULTS):
                 results.unlink()
-        trainer.save_model(folder)
+                results.with_suffix(".png").unlink(missing_ok=True)
         if model is not None:  # what is evaluated is what was written
             result.model = type(model).from_pretrained(folder, backbone=model.backbone)
         if distributed.is_main():

@@ -34,8 +34,10 @@ from comb_training.trainer.accelerator import (
 from comb_training.trainer.checkpoints import (
     MAY_CHANGE,
     RANDOM_STATE,
+    CheckpointError,
     check_finite,
     check_names,
+    checkpoints,
     load_trainable,
     new_checkpoint,
     reading,
@@ -332,10 +334,15 @@ class CombTrainer:
         """Writes what is published: the trained weights in the backbone's dtype. Collective.
 
         In that dtype they are loaded and served, and documents then take no more bytes than the backbone's own. Raises
-        TrainingDivergedError if one of them is NaN or infinite.
+        TrainingDivergedError if one of them is NaN or infinite, CheckpointError if they can't be written.
         """
         dtype = floating(self.model.backbone.dtype)
         weights = {name: each.to(dtype) for name, each in trained_weights(self.model, sharded=self.sharded).items()}
         check_finite(weights)
         if distributed.is_main():
-            self.model.save_pretrained(folder, tokenizer=self.tokenizer, state_dict=weights)
+            try:
+                self.model.save_pretrained(folder, tokenizer=self.tokenizer, state_dict=weights)
+            except OSError as error:
+                newest = [] if self._fresh else [path.name for path in checkpoints(self.config.output_dir)][-1:]
+                go_on = f"go on from {newest[0]} with --resume auto" if newest else "train again"
+                raise CheckpointError(f"the adapter could not be saved: {error}; make room, then {go_on}") from error
