@@ -282,7 +282,10 @@ def document_ids(tokenizer: Any, text: str) -> tuple[int, ...]:
     Those are rarely special tokens, and parsers look for them in the whole prompt: what the chat template writes of a
     tokenizer's added tokens.
     """
-    ids, tags = plain_ids(tokenizer, text), _tags(tokenizer, str(getattr(tokenizer, "chat_template", None)))
+    ids = plain_ids(tokenizer, text)
+    if makes_tokens(tokenizer):
+        return ids
+    tags = _tags(tokenizer, str(getattr(tokenizer, "chat_template", None)))
     if tags.keys().isdisjoint(ids):
         return ids
     if not getattr(tokenizer, "is_fast", False):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 import logging
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -307,7 +308,7 @@ class PICEngine(AnswerSteps):
                 stands for another text.
             StoreFullError: no room for a document, beside those that are in use or pinned.
         """
-        if ttl is not None and not ttl > 0:
+        if ttl is not None and not 0 < ttl <= sys.float_info.max:
             raise ValueError(f"ttl must be a positive number of seconds or None, got {ttl!r}")
         segments = self.segments_of(documents)
         self.check_lengths(segments)

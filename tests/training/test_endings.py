@@ -15,6 +15,7 @@ import pytest
 import yaml
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
+from comb_training.trainer.objective import heldout_losses
 from tests.helpers.training import invoke
 
 
@@ -93,6 +94,27 @@ def test_ctrl_c_once_saves_scores_and_says_how_to_go_on(
     assert run("train.batch_size=5", "--resume", "auto", "--no-eval").exit_code == 0
     assert scored(out) == [0, 2, 4]
     assert json.loads((out / "training.json").read_text())["ended_by"] == "steps"
+
+
+@pytest.mark.parametrize("save_steps", ["null", "4"])
+def test_a_signal_during_the_last_score_is_heard(
+    run: Callable[..., Any], monkeypatch: pytest.MonkeyPatch, tmp_path: Path, save_steps: str
+) -> None:
+    measure = heldout_losses
+
+    def scored_at_the_end(*arguments: Any) -> Any:
+        if (tmp_path / "out" / "log.jsonl").read_text().count("learning_rate") == 4:
+            interrupt()
+        return measure(*arguments)
+
+    monkeypatch.setattr("comb_training.trainer.trainer.heldout_losses", scored_at_the_end)
+    stopped = run(f"train.save_steps={save_steps}")
+    assert stopped.exit_code == 130, stopped.output
+    assert "stopped by SIGINT after step 4" in stopped.output
+    monkeypatch.undo()
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    assert run(f"train.save_steps={save_steps}", "--resume", "auto", "--no-eval").exit_code == 0
+    assert (tmp_path / "out" / "model.safetensors").exists()
 
 
 def test_ctrl_c_twice_ends_at_once(run: Callable[..., Any], at_step: Any, tmp_path: Path) -> None:

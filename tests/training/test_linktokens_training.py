@@ -160,6 +160,7 @@ def test_the_passage_is_cut_alike_in_training_and_wherever_documents_are_primed(
 def test_what_can_not_be_trained_is_refused() -> None:
     for more, message in (
         ({"train": {"method": "linktokens", "lora_rank": 4}}, "link tokens are no layers"),
+        ({"train": {"method": "linktokens", "gradient_checkpointing": True}}, "link tokens stand in a cache"),
         ({"eval": {"methods": ["comb"], "limit": 3}}, "trains no encoder; use full, linktokens"),
     ):
         with pytest.raises(ValueError, match=message):

@@ -8,6 +8,7 @@ import math
 import re
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 from unittest.mock import Mock
 
@@ -102,6 +103,17 @@ def test_scores_of_an_older_adapter_do_not_stay_in_the_card(
     assert "exact match" not in card
     assert "results.png" not in card
     assert "| data | `data.jsonl` (not on the Hub) |" in card
+
+
+def test_a_tracker_without_a_key_is_named_before_anything_is_answered(
+    file_for: Callable[..., str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    wandb = pytest.importorskip("wandb")
+    monkeypatch.setattr(wandb, "setup", lambda: SimpleNamespace(settings=SimpleNamespace(mode="online")))
+    monkeypatch.setattr(wandb, "login", lambda **_: False)
+    result = invoke("train", file_for(), "train.report_to=[wandb]")
+    assert "train.report_to: wandb has no key" in str(result.exception)
+    assert not (tmp_path / "out").exists()
 
 
 def test_wandb_offline(config_for: Callable[..., Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

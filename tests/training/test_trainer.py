@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import json
 import math
 import resource
 import time
@@ -21,7 +22,12 @@ from comb_training.config import Config, ModelConfig, TrainConfig
 from comb_training.data.batches import Collator, TrainingExample
 from comb_training.models import training_method
 from comb_training.trainer import checkpoints as saved
-from comb_training.trainer.checkpoints import CheckpointError, TrainingDivergedError, checkpoints
+from comb_training.trainer.checkpoints import (
+    CheckpointError,
+    TrainingDivergedError,
+    checkpoint_to_resume,
+    checkpoints,
+)
 from comb_training.trainer.losses import target_loss
 from comb_training.trainer.optimizer import LearningRateSchedule, adamw, total_steps
 from comb_training.trainer.sampler import BatchSampler
@@ -264,6 +270,41 @@ def test_resume_is_exact_in_the_middle_of_an_epoch(tmp_path: Path, accumulation:
         assert torch.equal(tensor, resumed.model.state_dict()[name]), name
     trained = {name for name, parameter in resumed.model.named_parameters() if parameter.requires_grad}
     assert set(load_file(tmp_path / "a" / "checkpoint-5" / "model.safetensors")) == trained  # no backbone
+
+
+def test_what_a_run_goes_on_with_has_to_be_its_own(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    config, some, others = {"steps": 3, "save_steps": 2}, examples(2), examples(3)
+    trainer(comb_model(), tmp_path, heldout=some, **config).train()
+    same = trainer(comb_model(), tmp_path, heldout=some, **config)
+    same.train(tmp_path / "checkpoint-2")
+    assert [row["step"] for row in evaluations(same)] == [0, 3]
+    assert not caplog.text
+    other = trainer(comb_model(), tmp_path, heldout=others, **config)
+    other.train(tmp_path / "checkpoint-2")
+    assert "other held-out questions" in caplog.text
+    assert [row["step"] for row in evaluations(other)] == [3]  # none to compare it with
+    path = tmp_path / "checkpoint-2" / "trainer_state.json"
+    state = json.loads(path.read_text())
+    path.write_text(json.dumps(state | {"made_by": {"ranks": 2, "zero_stage": None}, "examples": "others"}))
+    with pytest.raises(ValueError, match="resume with as many processes"):
+        trainer(comb_model(), tmp_path, **config).train(tmp_path / "checkpoint-2")
+
+
+def test_the_newest_checkpoint_is_this_runs(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    config = {"steps": 2, "save_steps": 2}
+    first = trainer(comb_model(), tmp_path / "a", **config)
+    first.train()
+    there = tmp_path / "a" / "checkpoint-2"
+    assert checkpoint_to_resume(first.config, "auto") == there
+    begun = trainer(comb_model(), tmp_path / "a", **config)
+    begun.log.start(0)  # and killed before it had a checkpoint
+    begun.log.close()
+    assert checkpoint_to_resume(begun.config, "auto") is None
+    assert f"{there} is of an earlier run" in caplog.text
+    # one that goes on in another folder is the same run
+    longer = trainer(comb_model(), tmp_path / "b", steps=4, save_steps=4)
+    longer.train(there)
+    assert checkpoint_to_resume(longer.config, "auto") == tmp_path / "b" / "checkpoint-4"
 
 
 def test_a_resumed_run_decays_as_its_own_configuration_says(tmp_path: Path) -> None:

@@ -132,7 +132,8 @@ def run_training(
     statistics = TokenStatistics.of(examples)
     sets = statistics_by_set(examples) if config.data.mixture else {}
     rows = [row for row in trainer.log.history if "eval_loss" in row]
-    measured = [{name.removeprefix("eval_"): value for name, value in row.items()} for row in rows]
+    measured = [{name.removeprefix("eval_"): row[name] for name in row if name != "time"} for row in rows]
+    begun = {"start": measured[0]} if measured and measured[0]["step"] == 0 else {}  # a resumed run's may be of others
     record = {
         **environment(seed=config.train.seed),
         "config": config.to_dict(),
@@ -147,7 +148,7 @@ def run_training(
         "answer_seconds": round(answer_seconds, 2),
         "losses": trainer.losses,
         "ended_by": trainer.ended_by,
-        "heldout": {**scored, "start": measured[0], "end": measured[-1]} if measured else {},
+        "heldout": {**scored, **begun, "end": measured[-1]} if measured else {},
         "heldout_losses": trainer.logged("eval_loss"),
         "heldout_kl": trainer.logged("eval_kl"),
         "heldout_closed": trainer.logged("eval_closed"),

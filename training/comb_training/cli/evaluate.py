@@ -153,16 +153,16 @@ def show_heldout(measured: dict[str, Any]) -> None:
     """What the training has gained on its held-out examples."""
     if not measured:
         return
-    start, end, where = measured["start"], measured["end"], f"on {measured['examples']} held-out questions"
+    end, where = measured["end"], f"on {measured['examples']} held-out questions"
+    times = [at for at in (measured.get("start"), end) if at]
     if "closed" not in end:
-        console.print(f"loss {where}: {start['loss']:.4f} -> {end['loss']:.4f}")
+        console.print(f"loss {where}: {' -> '.join(format(at['loss'], '.4f') for at in times)}")
         return
-    before, after = (
-        f"{100 * at['closed']:.1f}% ({100 * at['closed_low']:.1f} to {100 * at['closed_high']:.1f})"
-        for at in (start, end)
-    )
+    closed = [
+        f"{100 * at['closed']:.1f}% ({100 * at['closed_low']:.1f} to {100 * at['closed_high']:.1f})" for at in times
+    ]
     console.print(
-        f"KL to full recompute {where}: {start['kl']:.4f} -> {end['kl']:.4f} nats per token, without documents "
-        f"{end['kl_none']:.4f}; closed: {after}, at the start: {before} (at the data's answers)",
+        f"KL to full recompute {where}: {' -> '.join(format(at['kl'], '.4f') for at in times)} nats per token, without "
+        f"documents {end['kl_none']:.4f}; closed: {', at the start: '.join(reversed(closed))} (at the data's answers)",
         soft_wrap=True,
     )

@@ -254,7 +254,7 @@ class TrainConfig:
     """Mixed precision (autocast to bfloat16); under DeepSpeed its own configuration decides."""
     deepspeed: str | None = None
     """A DeepSpeed configuration (JSON), passed through as it is: see configs/deepspeed. Needs `torchrun`."""
-    seed: StrictInt = 0
+    seed: Annotated[StrictInt, Field(ge=0, lt=2**32)] = 0
     """Initialisation of new weights, and the order of the data."""
     answers: Literal["on_policy", "gold"] = "on_policy"
     """on_policy trains on the backbone's own greedy answers with the documents in its prompt; gold on the data's."""
@@ -286,6 +286,12 @@ class TrainConfig:
             raise ValueError("train.ce_weight and train.kl_weight are both 0: there is nothing to learn")
         if self.teacher is not None and self.answers != "on_policy":
             raise ValueError(f"train.teacher answers only with train.answers=on_policy, not {self.answers!r}")
+        for name, why in (
+            ("lora_rank", "link tokens are no layers"),
+            ("gradient_checkpointing", "link tokens stand in a cache, which there is none of then"),
+        ):
+            if self.method == "linktokens" and getattr(self, name):
+                raise ValueError(f"train.{name}: {why}; leave it out with train.method=linktokens")
 
 
 @dataclass(frozen=True, config=KNOWN_KEYS)

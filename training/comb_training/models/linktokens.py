@@ -56,8 +56,6 @@ class LinkTokensTraining(TrainingMethod):
 
     def load(self, config: Config) -> LinkTokensForCausalLM:
         """Fresh link tokens on the configured backbone, or those of `model.init_from`."""
-        if config.train.lora_rank is not None:
-            raise ValueError("train.lora_rank: link tokens are no layers; leave it out with train.method=linktokens")
         if config.model.init_from is None:
             dtype, options = dtype_of(config.model.dtype), trained_options(config)
             start = starting_tokens(config.model.backbone, options.pop("num_link_tokens", None))

@@ -58,13 +58,18 @@ def make_accelerator(config: TrainConfig, *, use_cpu: bool) -> Accelerator:
 
 
 def check_tools(config: TrainConfig) -> None:
-    """Raises ValueError for a DeepSpeed configuration that can't be used, or a tracker that isn't installed."""
+    """Raises ValueError for a DeepSpeed configuration that can't be used, or a tracker that isn't there or has no key."""
     installed = set(map(str, get_available_trackers()))
     if missing := sorted(set(config.report_to) - {"all", *installed}):
         raise ValueError(
             f"train.report_to: {missing[0]} is not installed (pip install {missing[0]}), or no tracker of accelerate; "
             f"there are: {', '.join(sorted(installed)) or 'none'}"
         )
+    if "wandb" in config.report_to:
+        import wandb
+
+        if wandb.setup().settings.mode == "online" and not wandb.login(prompt=False, verify=False):
+            raise ValueError("train.report_to: wandb has no key: give it one (wandb login), or set WANDB_MODE=offline")
     if config.deepspeed is not None:
         _deepspeed_settings(config)
 

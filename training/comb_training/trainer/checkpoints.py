@@ -6,6 +6,7 @@ seconds of optimisation, records of the log.
 
 from __future__ import annotations
 
+import json
 import logging
 import re
 import shutil
@@ -17,12 +18,13 @@ import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file
 from torch import Tensor, nn
+from transformers.trainer import TRAINER_STATE_NAME
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 from transformers.utils import SAFE_WEIGHTS_NAME
 
 from comb_training.config import TrainConfig
 from comb_training.trainer import distributed
-from comb_training.trainer.run_log import LENGTHS, how_it_ended
+from comb_training.trainer.run_log import LENGTHS, how_it_ended, when_begun
 
 logger = logging.getLogger(__name__)
 
@@ -82,6 +84,12 @@ def checkpoint_to_resume(train: TrainConfig, resume: str | Path | None) -> Path 
             )
     if not found:
         logger.warning("--resume auto: no checkpoint-N in %s, the run starts from the beginning", folder)
+        return None
+    with reading(found[-1], TRAINER_STATE_NAME):
+        history = json.loads((found[-1] / TRAINER_STATE_NAME).read_text(encoding="utf-8"))["log_history"]
+    its, begun = next((row.get("time") for row in history), None), when_begun(folder)
+    if its is not None and begun is not None and its != begun:
+        logger.warning("--resume auto: %s is of an earlier run, and the last one left none: it begins again", found[-1])
         return None
     return found[-1]
 

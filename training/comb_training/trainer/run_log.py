@@ -38,6 +38,15 @@ def how_it_ended(folder: Path) -> dict[str, Any] | None:
     return record if "ended_by" in record else None
 
 
+def when_begun(folder: Path) -> str | None:
+    """When the run in this folder wrote its log's first record, "" if it has written none; None if there is no log."""
+    try:
+        first, *_ = [*(folder / LOG).read_text(encoding="utf-8").splitlines(), "{}"]
+        return str(json.loads(first).get("time", ""))
+    except (OSError, ValueError):
+        return None
+
+
 class RunLog:
     """The records of a run: in memory on every rank; in a file, on a bar and in trackers on the first one."""
 
@@ -66,8 +75,11 @@ class RunLog:
         """Opens everything for a run that goes on from `step`."""
         if distributed.is_main():
             self.path.parent.mkdir(parents=True, exist_ok=True)
-            kept = []  # of an earlier file, the records up to `step`
-            if step and self.path.is_file():
+            kept = []  # of this run's file, the records up to `step`; in another folder those that the checkpoint has
+            begun = next((row.get("time") for row in self.history), None)
+            if step and when_begun(self.path.parent) != begun:
+                kept = [f"{json.dumps(row)}\n" for row in self.history]
+            elif step and self.path.is_file():
                 for line in self.path.read_text(encoding="utf-8").splitlines():
                     with suppress(ValueError, KeyError, TypeError):  # the last line of a killed run may be half of one
                         if json.loads(line)["step"] <= step:
@@ -114,10 +126,11 @@ class RunLog:
 
     def write(self, step: int, record: dict[str, float]) -> None:
         """Adds a record, everywhere; on the terminal one without a loss is a line of its own, which stays."""
-        self.history.append({**record, "step": step})
+        row = {"step": step, "time": _now(), **record}
+        self.history.append(row)
         if not distributed.is_main():
             return
-        self._add({"step": step, **record})
+        self._add(row)
         if "loss" in record:
             first = next(row["loss"] for row in self.history if "loss" in row)
             said = f"step {step}, loss {record['loss']:.3f} (first {first:.3f})"
@@ -133,10 +146,12 @@ class RunLog:
     def end(self, step: int, by: str) -> None:
         """The last line of the file, as `how_it_ended` finds it: nothing is left to train."""
         if distributed.is_main():
-            self._add({"step": step, "ended_by": by} | {name: getattr(self.config, name) for name in LENGTHS})
+            self._add(
+                {"step": step, "time": _now(), "ended_by": by} | {name: getattr(self.config, name) for name in LENGTHS}
+            )
 
     def _add(self, record: Mapping[str, Any]) -> None:
-        line = json.dumps({"step": record["step"], "time": datetime.now(UTC).isoformat(), **record})
+        line = json.dumps(record)
         try:
             with self.path.open("a", encoding="utf-8") as file:
                 file.write(f"{line}\n")
@@ -151,3 +166,7 @@ class RunLog:
                 tracker.finish()
             except Exception as error:  # each tracker has its own; what was trained is still to be written
                 logger.warning("train.report_to: %s could not be ended (%s)", tracker.name, error)
+
+
+def _now() -> str:
+    return datetime.now(UTC).isoformat()

@@ -7,6 +7,7 @@ gradient.
 
 from __future__ import annotations
 
+import hashlib
 import json
 import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -104,11 +105,13 @@ class CombTrainer:
         self.settings = settings or {}
         self.log = RunLog(config, self.schedule, self.accelerator, settings=self.settings, progress=progress)
         self.step = 0  # optimizer steps done
+        self._made_by = {"ranks": distributed.world_size(), "zero_stage": plugin and plugin.zero_stage}
         self.terminated = ""
         """The signal that ended the run before its time, SIGTERM or SIGINT; there is a checkpoint to go on from."""
         self._fresh = True  # its folder has no checkpoint of this run yet
         self._wrapped: Any = model  # as DDP or DeepSpeed call it, from `train` on
         self._loss = torch.zeros((), device=self.accelerator.device)  # this rank's share since the last record
+        self._data = {"examples": _digest(examples), "heldout": _digest(heldout)}
 
     @property
     def ended_by(self) -> str:
@@ -166,11 +169,9 @@ class CombTrainer:
                     self.optimizer.load_state_dict(state)
             for group, its in zip(self.optimizer.param_groups, settings, strict=True):
                 group.update(its, params=group["params"])  # the configuration may have changed since
-            path = folder / RANDOM_STATE.format(distributed.rank())
-            if not path.is_file():
-                raise ValueError(f"{path} is not there: resume with as many processes as wrote the checkpoint")
-            with reading(folder, path.name):
-                state = torch.load(path, weights_only=True)
+            name = RANDOM_STATE.format(distributed.rank())
+            with reading(folder, name):
+                state = torch.load(folder / name, weights_only=True)
                 torch.set_rng_state(state["cpu"])
                 self._loss += state["loss"]
             if torch.cuda.is_available() and state["cuda"]:
@@ -213,6 +214,10 @@ class CombTrainer:
             if not self.terminated and config.save_steps and (over or self.step % config.save_steps == 0):
                 self.save_checkpoint()
             self.schedule.start()  # neither scoring nor saving is optimisation
+        if not self.terminated and (came := asked()):  # during the last score: what is left is for --resume
+            self.terminated = came
+            if not config.save_steps:
+                self.save_checkpoint()
 
     def _batches(self) -> Iterator[dict[str, Any]]:
         """This rank's batches from the step on that comes next, epoch after epoch without end."""
@@ -243,8 +248,8 @@ class CombTrainer:
                         f"out of memory at step {self.step + 1} in a batch of {rows} rows of up to {tokens} tokens "
                         f"over {len(documents)} documents of {sum(documents)} tokens (the longest "
                         f"{max(documents, default=0)}): lower train.batch_document_tokens, train.batch_query_tokens or "
-                        "train.batch_size (and raise train.gradient_accumulation_steps), or set "
-                        "train.gradient_checkpointing"
+                        "train.batch_size (and raise train.gradient_accumulation_steps)"
+                        f"{', or set train.gradient_checkpointing' * self.model.supports_gradient_checkpointing}"
                     ) from error
                 raise
             self._loss += loss.detach()
@@ -302,7 +307,7 @@ class CombTrainer:
                 if not self.sharded:
                     torch.save(self.optimizer.state_dict(), path / OPTIMIZER_NAME)
                 run = {"global_step": self.step, "seconds": self.schedule.used, "log_history": self.log.history}
-                run |= {"settings": self.settings}
+                run |= {"settings": self.settings, "made_by": self._made_by, **self._data}
                 (path / TRAINER_STATE_NAME).write_text(json.dumps(run), encoding="utf-8")
         self._fresh = False
 
@@ -318,6 +323,16 @@ class CombTrainer:
             self.step, self.schedule.used = int(state["global_step"]), float(state["seconds"])
             self.log.history = state["log_history"]
         self._fresh = False
+        if (made_by := state.get("made_by", self._made_by)) != self._made_by:
+            raise ValueError(
+                f"{folder} was made with {made_by}, and this run has {self._made_by}: resume with as many processes "
+                "and the ZeRO stage that it was made with (None is without DeepSpeed)"
+            )
+        if state.get("examples", self._data["examples"]) != self._data["examples"]:
+            logger.warning("%s is of a run over other examples: some may be trained on more often than others", folder)
+        if state.get("heldout", self._data["heldout"]) != self._data["heldout"]:
+            logger.warning("%s was scored on other held-out questions: those scores are left out", folder)
+            self.log.history = [row for row in self.log.history if "eval_loss" not in row]
         its = state.get("settings")
         changed = [
             f"{section}.{key}"
@@ -346,3 +361,9 @@ class CombTrainer:
                 newest = [] if self._fresh else [path.name for path in checkpoints(self.config.output_dir)][-1:]
                 go_on = f"go on from {newest[0]} with --resume auto" if newest else "train again"
                 raise CheckpointError(f"the adapter could not be saved: {error}; make room, then {go_on}") from error
+
+
+def _digest(examples: Sequence[TrainingExample]) -> str:
+    """Tells examples from others, in any order."""
+    each = sorted(hashlib.sha256(repr((row.prompt, row.target)).encode()).hexdigest() for row in examples)
+    return hashlib.sha256("".join(each).encode()).hexdigest()
