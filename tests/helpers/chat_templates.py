@@ -50,6 +50,9 @@ MADE_UP = {
         "<|{{ m.role }}|>{% if m.role == 'assistant' %}{% if m.reasoning_content and loop.last %}analysis: "
         "{{ m.reasoning_content }}<|end|>{% endif %}final: {% endif %}{{ m.content }}<|end|>"
     ),
+    "thoughts, and what isn't there": _loop(
+        "<|{{ m.role }}|>{{ m.reasoning }}{{ m.reasoning_content }}{{ m.tools }}\n{{ m.content }}<|end|>"
+    ),
     "parts or texts": _loop(
         "<|{{ m.role }}|>{% if m.content is string %}{{ m.content }}{% else %}{% for part in m.content %}"
         "{{ part.text | trim }}{% if not loop.last %} {% endif %}{% endfor %}{% endif %}<|end|>"

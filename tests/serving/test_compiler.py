@@ -35,14 +35,19 @@ def ended(reason: str = "length") -> Any:
 class Client:
     """Answers when `gate` opens."""
 
-    def __init__(self, reason: str = "length", error: Exception | None = None) -> None:
+    def __init__(self, reason: str = "length", error: Exception | None = None, policy: str = "fcfs") -> None:
         self.reason, self.error, self.gate = reason, error, asyncio.Event()
+        self.vllm_config = SimpleNamespace(scheduler_config=SimpleNamespace(policy=policy))
+        self.priorities: list[int] = []
         self.tiers: list[str | None] = []
         self.asked: list[Any] = []
         self.gone = 0
 
-    async def generate(self, prompt: Any, parameters: Any, request_id: str, lora_request: Any) -> AsyncIterator[Any]:
+    async def generate(
+        self, prompt: Any, parameters: Any, request_id: str, lora_request: Any, priority: int
+    ) -> AsyncIterator[Any]:
         self.asked.append((prompt, parameters, request_id))
+        self.priorities.append(priority)
         try:
             await self.gate.wait()
         except asyncio.CancelledError:
@@ -91,6 +96,15 @@ async def test_a_document_is_a_request_of_its_own(method: str, front: list[int])
     said.check(f"{name}-x", "key", ids)
     assert (said.method, said.documents) == (COMPILE, tuple(pack([HANDLE])))
     assert said.spans_in(ids) == ((len(front), 3),)
+
+
+@pytest.mark.parametrize(("policy", "priority"), [("fcfs", 0), ("priority", -(2**63))])
+async def test_who_waits_for_a_document_waits_behind_nobody(policy: str, priority: int) -> None:
+    pytest.importorskip("vllm")
+    client = Client(policy=policy)
+    client.gate.set()
+    await compiler(client).submit("key", [7, 8, 9], HANDLE)
+    assert client.priorities == [priority]
 
 
 def test_a_front_that_is_too_long() -> None:

@@ -131,6 +131,10 @@ def test_a_capability_holds_method_and_places_and_is_good_for_its_prompt_alone()
     with pytest.raises(ValueError, match="signed"):
         Capability.verify(token.replace("naive", "other"), SECRET)
     Capability("", "", (), (digest(prompt),), COMPILE, (((0, 4),),)).check("x", None, prompt)
+    in_full = Capability("", "tenant", (), (digest(prompt),))
+    in_full.check("x", "tenant", prompt)
+    with pytest.raises(ValueError, match="prompt"):
+        in_full.check("x", "tenant", other)
     with pytest.raises(
         ValueError, match="salt"
     ):  # a trained encoder's documents aren't in the prompt: the salt says so

@@ -192,6 +192,7 @@ def test_statements_that_dont_fit_end_in_an_error_and_touch_nobody(linked: Linke
         {"prompts": ("0" * 32,)},
         {"documents": (13, 4, 0, 1, 2, 9999, 8, 2, 4, 5, 30, 8, *range(8))},
         {"method": "cacheblend:0.1"},
+        {"method": "", "documents": (), "spans": (), "prompts": ("0" * 32,)},  # computed in full, with another prompt
         {"method": "naive" if linked.front != "none" else "primed"},  # compiled in another way
     ]
     for stated in wrong:
@@ -200,6 +201,9 @@ def test_statements_that_dont_fit_end_in_an_error_and_touch_nobody(linked: Linke
         outputs = linked.llm.generate([prompt, good[0]], [parameters, good[1]], use_tqdm=False)
         assert outputs[0].outputs[0].finish_reason == "error"
         assert largest_difference(answer(outputs[1]), expected[0]) < EXACT
+    in_full = linked.request(PROMPTS[0], linked.behind("naive"), method="", documents=(), spans=())
+    (output,) = linked.llm.generate(*map(list, zip(in_full, strict=True)), use_tqdm=False)
+    assert largest_difference(answer(output), linked.ask([(PROMPTS[0], "full")])[0]) < EXACT
     forged = linked.request(PROMPTS[0], linked.behind("naive"))
     forged[1].extra_args[KEY] = forged[1].extra_args[KEY].replace("naive", "legolink:4")
     (output,) = linked.llm.generate([forged[0]], [forged[1]], use_tqdm=False)

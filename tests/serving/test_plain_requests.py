@@ -8,8 +8,10 @@ from typing import Any
 
 import pytest
 
+from comb.documents.found import SegmentFinder
 from comb_serving.api.routes import CHAT, COMPLETIONS, SWITCH
 from comb_serving.config.serve_options import key_hash
+from comb_serving.manager.sightings import Sightings
 from comb_serving.pool.capability import KEY, MARK, Capability, LinkReport, digest, name_of, unpack
 from tests.helpers.fakes import until
 from tests.helpers.middleware_server import ASKED, BUILDER, DOCUMENTS, LAYOUT, SECRET, SEGMENTS, Server, ids_of
@@ -71,11 +73,27 @@ async def test_full_is_plain_vllm(method: str, more: dict[str, Any]) -> None:
     server = plain(method)
     answer = await server.chat(**more)
     (got,) = server.echo.bodies
-    assert "vllm_xargs" not in got
-    assert got["kv_transfer_params"]["prompt_token_ids"] == list(BUILDER.build(ASKED, SEGMENTS).flat)
+    ids = list(BUILDER.build(ASKED, SEGMENTS).flat)
+    assert got["kv_transfer_params"]["prompt_token_ids"] == ids
+    found = capability_of(got)  # for no other prompt
+    assert (found.prompts, found.documents, found.spans) == ((digest(ids),), (), ())
     assert answer.json["comb"]["method"] == "full"
     assert answer.states == ["inlined", "inlined"]
     assert server.encoders.asked == []
+
+
+async def test_where_no_segment_is_linked_vllm_gets_what_came() -> None:
+    server = plain(segments="auto")
+    finder = SegmentFinder(BUILDER.tokenizer, least=8)
+    server.app.front().preprocessor.sightings = Sightings(server.manager, finder, lambda: True)
+    passages = "\n\n".join(f"Passage {n}: {text * 3}" for n, text in enumerate(("Ada is here. ", "Bob is there. ")))
+    asked = {"messages": [{"role": "user", "content": passages}]}
+    for _ in range(2):
+        assert "comb" not in (await server.post(CHAT, asked)).json
+    await until(lambda: server.manager.counters.documents["compiled"])
+    await server.post(CHAT, asked)
+    assert server.echo.bodies[:2] == [asked] * 2
+    assert capability_of(server.echo.bodies[2]).found
 
 
 async def test_completions_have_places_for_each_prompt() -> None:
@@ -169,7 +187,7 @@ async def test_documents_that_find_no_place_are_computed_with_the_prompt(why: st
     answer = await task
     assert answer.states == ["inlined"] * len(documents)
     assert answer.json["comb"]["method"] == "full"
-    assert "vllm_xargs" not in server.echo.bodies[-1]
+    assert capability_of(server.echo.bodies[-1]).documents == ()
     assert (server.manager.counters.refused, server.manager.counters.documents["hit"]) == (0, 0)
     if held is not None:
         server.echo.gate.set()

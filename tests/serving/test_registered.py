@@ -253,6 +253,14 @@ async def test_times_to_live_go_on_while_the_server_is_down(tmp_path: Path, monk
     assert await names(third.client("other")) == ["a"]
 
 
+@pytest.mark.parametrize("ttl", [0, -1, True, "5", 10**309, float("inf")])
+async def test_a_time_to_live_is_a_number_of_seconds(ttl: Any, tmp_path: Path) -> None:
+    server = await started(tmp_path)
+    answer = await server.post(DOCUMENTS, {"text": TEXTS["a"], "ttl_s": ttl})
+    assert (answer.status, answer.json["error"]["message"]) == (400, "ttl_s is a positive number of seconds")
+    assert await add(server, "a", ttl_s=10**308) == 200
+
+
 async def test_a_time_to_live_ends_though_nobody_asks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(registered, "LOOK_SECONDS", 0.01)
     server = await started(tmp_path)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import shutil
 from contextlib import nullcontext
 from pathlib import Path
@@ -120,7 +121,7 @@ async def test_a_chat_with_documents_is_vllms_chat_around_them(
     tokenizer = byte_tokenizer(TEMPLATES[name], bos_token="<|bos|>")
     contents: list[Any] = [f"Hi{text}" for text in texts]
     if parts:
-        contents = [[{"type": "text", "text": text}, {"type": "text", "text": "?"}] for text in contents]
+        contents = [[{"type": "text", "text": part} for part in ("", text, "", "?", "")] for text in contents]
     roles = ["assistant" if place % 2 else "user" for place in range(len(texts))]
     chat = list(zip(roles, contents, strict=True))
     if system is not None:
@@ -140,8 +141,12 @@ async def test_a_chat_with_documents_is_vllms_chat_around_them(
 
 
 @pytest.mark.parametrize(
-    "name", ["plain", "parts or texts", "dates, tools, JSON, trimmed", "an empty text is no message"]
-)
+    "name",
+    [
+        "plain", "parts or texts", "dates, tools, JSON, trimmed", "an empty text is no message",
+        "thoughts, and what isn't there",
+    ],
+)  # fmt: skip
 async def test_what_vllm_does_with_messages_is_done(name: str) -> None:
     tokenizer = byte_tokenizer(MADE_UP[name])
     call = {"id": "c", "type": "function", "function": {"name": "look", "arguments": '{"a": 1}'}}
@@ -157,12 +162,55 @@ async def test_what_vllm_does_with_messages_is_done(name: str) -> None:
         {"messages": [*told[:1], {"role": "assistant", "content": "Ho", "reasoning": "I think."}, *told[:1]]},
         {"messages": [*told, {"role": "user", "content": [{"type": "text", "text": " So?"}]}], "tools": [tool]},
         {"messages": told[:1], "reasoning_effort": "low", "chat_template_kwargs": {"other": 3}},
+        *({"messages": [*told[:1], {"role": "assistant", "content": "Ho", **thought}, *told[:1]], **more}
+          for thought in ({"reasoning_content": "I think."}, {"reasoning_content": "I.", "reasoning": "You."})
+          for more in ({}, {"tools": [tool]})),
+        *({"messages": [*told[:1], {"role": "assistant", "content": [part, {"type": "text", "text": "Ho"}]}, *told[:1]]}
+          for part in ({"type": "refusal", "refusal": "No."}, {"type": "thinking", "thinking": "I think."})),
+        {"messages": [*told[:2], {**told[2], "content": [{"type": "text", "text": text} for text in ("", "b")]}]},
     ]  # fmt: skip
-    for body in chats:
-        assert list((await over_http(tokenizer, CHAT, body)).bare) == by_vllm(tokenizer, CHAT, {"model": "m", **body})
+    asked = [(CHAT, {"model": "m", **body}) for body in chats]
     turns = [{"role": role, "content": "Hi"} for role in ("user", "system", "user")]
-    inline = {"model": "m", "max_tokens": 3, "system": "A", "messages": turns}
-    assert list((await over_http(tokenizer, MESSAGES, inline)).bare) == by_vllm(tokenizer, MESSAGES, inline)
+    asked.append((MESSAGES, {"model": "m", "max_tokens": 3, "system": "A", "messages": turns}))
+    redacted = [{"type": "redacted_thinking", "data": "x"}, {"type": "text", "text": "Ho"}]
+    for role, parts in (("user", []), ("user", [{"type": "text", "text": ""}]), ("assistant", redacted)):
+        turns = [*told[:1], {"role": role, "content": parts}, *told[:1]]
+        asked.append((MESSAGES, {"model": "m", "max_tokens": 3, "messages": turns}))
+    for path, body in asked:
+        expected = by_vllm(tokenizer, path, copy.deepcopy(body))
+        assert list((await over_http(tokenizer, path, body)).bare) == expected, body
+
+
+@pytest.mark.parametrize("path", [CHAT, RESPONSES])
+async def test_no_field_of_a_part_makes_vllm_forget_the_prompt(path: str) -> None:
+    from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionRequest
+    from vllm.entrypoints.openai.responses.protocol import ResponsesRequest
+    from vllm.entrypoints.openai.responses.utils import construct_input_messages
+    from vllm.renderers.chat_utils import _MEDIA_CONTENT_PART_KEYS, has_non_text_content
+
+    def forgets(body: dict[str, Any]) -> bool:
+        body = copy.deepcopy({**body, "kv_transfer_params": {"prompt_token_ids": [1]}})
+        if path == CHAT:
+            return not ChatCompletionRequest.model_validate(body).kv_transfer_params
+        request = ResponsesRequest.model_validate(body)
+        return has_non_text_content(construct_input_messages(request_input=request.input))
+
+    options, more = ServeOptions("nano", method="full"), dict.fromkeys(_MEDIA_CONTENT_PART_KEYS)
+    preprocessor = Preprocessor(PromptBuilder(byte_tokenizer(MADE_UP["plain"])), None, MethodChoice(options))
+    for extra in (more, {}):
+        part = {"type": "text" if path == CHAT else "input_text", "text": "Hi", **extra}
+        call = {"type": "function", "function": {"name": "look", "arguments": "{}"}, "id": "c"}
+        output = {"role": "tool", "tool_call_id": "c", "content": [part]}
+        if path == RESPONSES:
+            call = {"type": "function_call", "name": "look", "arguments": "{}", "call_id": "c"}
+            output = {"type": "function_call_output", "call_id": "c", "output": [part]}
+        called = {"role": "assistant", "content": None, "tool_calls": [call]} if path == CHAT else call
+        asked = {"role": "user", "content": [part]}
+        for turns in ([asked], [{"role": "user", "content": "Hi"}, called, output]):
+            body = {"model": "m", "messages" if path == CHAT else "input": turns}
+            assert forgets(body) == bool(extra)
+            found = await preprocessor.preprocess(path, {**body, "documents": [DOCUMENT]}, "")
+            assert not forgets(found.body)
 
 
 @pytest.mark.parametrize("asked", [{}, {"enable_thinking": True}, {"enable_thinking": None}])

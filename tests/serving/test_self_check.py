@@ -41,7 +41,9 @@ class Engine:
     blind: bool = False
     asked: int = 0
 
-    async def generate(self, prompt: Any, parameters: Any, request_id: str, lora_request: Any) -> AsyncIterator[Any]:
+    async def generate(
+        self, prompt: Any, parameters: Any, request_id: str, lora_request: Any, priority: int
+    ) -> AsyncIterator[Any]:
         self.asked += 1
         ids, token, read = prompt["prompt_token_ids"], (parameters.extra_args or {}).get(KEY), False
         if token is not None:
@@ -145,7 +147,9 @@ class AuditedEngine:
     gate: asyncio.Event = field(default_factory=asyncio.Event)
     salts: list[Any] = field(default_factory=list)
 
-    async def generate(self, prompt: Any, parameters: Any, request_id: str, lora_request: Any) -> AsyncIterator[Any]:
+    async def generate(
+        self, prompt: Any, parameters: Any, request_id: str, lora_request: Any, priority: int
+    ) -> AsyncIterator[Any]:
         await self.gate.wait()
         token = (parameters.extra_args or {}).get(KEY)
         self.salts.append(prompt.get("cache_salt"))

@@ -225,6 +225,26 @@ def test_streams_of_the_other_apis_are_their_answers(speaking: tuple[Served, Any
         assert whole["comb"]["method"] == METHOD
 
 
+@pytest.mark.parametrize("more", [{}, {"comb": {"method": "full"}}, {"prompt_logprobs": 0}, {"stream": True}])
+def test_a_field_of_media_loses_no_document(plain: Served, more: dict[str, Any]) -> None:
+    asks: dict[str, Any] = {CHAT: {"messages": [{"role": "user"}]}, RESPONSES: {"input": [{"role": "user"}]}}
+    for path, ask in asks.items():
+        ((field, (turn,)),) = ask.items()
+        part = {"type": "text" if path == CHAT else "input_text", "text": "Where is Ada?"}
+        longest = "max_tokens" if path == CHAT else "max_output_tokens"
+        body = {"model": "nano", "documents": MORE, longest: 8, "temperature": 0, **more}
+        if path == CHAT:
+            body["stream_options"] = {"include_usage": True} if "stream" in more else None
+        found = []
+        for odd in ({}, {"image_url": None}):
+            status, answer = plain.request("POST", path, {**body, field: [{**turn, "content": [{**part, **odd}]}]})
+            assert status == 200, answer
+            last = events_of(answer)[-1] if "stream" in more else answer
+            usage = last.get("response", last)["usage"]
+            found.append([number for name, number in usage.items() if name in ("prompt_tokens", "input_tokens")])
+        assert found[0] == found[1] != []
+
+
 def test_registered_documents_stand_in_messages(plain: Served, library: PlainLibrary) -> None:
     text = "Dan lives under the stairs."
     status, made = plain.request("POST", "/v1/documents", {"text": text, "id": "dan", "pin": True})

@@ -203,6 +203,7 @@ def test_what_cannot_be_converted_is_said(tools: Served) -> None:
     inside = [{"role": "assistant", "content": [{"type": "document", "id": "dan"}, {"type": "tool_use", "id": "c"}]}]
     for path, body, words in (
         (RESPONSES, {"input": FIRST, "tools": [{"type": "web_search"}]}, "tools of type web_search"),
+        (RESPONSES, {"input": FIRST, "tools": 3}, "tools is a list, not int"),
         (CHAT, {"messages": bodies(FIRST)[CHAT]["messages"][1:2]}, "no message with role 'user'"),
         (CHAT, {**bodies(FIRST)[CHAT], "tools": 3}, "tools"),
         (MESSAGES, {"messages": [{"role": "user", "content": [{"type": "tool_result"}]}, *inside], "max_tokens": 3},

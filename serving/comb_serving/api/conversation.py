@@ -18,7 +18,9 @@ from comb_serving.api.http import RequestError
 from comb_serving.api.routes import CHAT, MESSAGES, RESPONSES
 
 FIELD = {CHAT: "messages", RESPONSES: "input", MESSAGES: "messages"}  # where each has its turns
-_TEXTS = ("text", "input_text", "output_text")
+# the kinds of parts that are texts to vLLM, and the field of each that has it
+_TEXTS = {**dict.fromkeys(("text", "input_text", "output_text"), "text"), "refusal": "refusal", "thinking": "thinking"}
+_PART_FIELDS = {"type", *_TEXTS.values(), "annotations", "logprobs"}
 _BILLING = "x-anthropic-billing-header"  # begins a line of one client's that changes with every request
 _FUNCTIONS = ("function", "custom", "namespace")  # tools that the client runs
 # what vLLM has rules for: it renders such bodies itself, or converts them for prompts with documents (`converted`)
@@ -47,10 +49,10 @@ def parts_of(content: Any) -> Any:
     for part in content:
         if isinstance(part, str):
             part = {"type": "text", "text": part}
-        elif isinstance(part, dict) and part.get("type") in _TEXTS:
-            if not isinstance(part.get("text"), str):
-                raise RequestError(400, f"a part of type {part['type']} has its text as text", param="messages")
-            part = {"type": "text", "text": part["text"]}
+        elif name := _TEXTS.get(_kind(part)):
+            if not isinstance(part.get(name), str):
+                raise RequestError(400, f"a part of type {part['type']} has its text as {name}", param="messages")
+            part = {"type": "text", "text": part[name]}
         parts.append(part)
     return parts
 
@@ -77,23 +79,47 @@ def written_out(path: str, body: Mapping[str, Any]) -> list[dict[str, Any]]:
 
 
 def with_documents(
-    path: str, body: Mapping[str, Any], change: Callable[[dict[str, Any]], dict[str, Any]] | None
+    path: str, body: Mapping[str, Any], change: Callable[[dict[str, Any]], dict[str, Any]]
 ) -> dict[str, Any]:
-    """The body with another part in place of each document; with none, for vLLM, which knows no such parts (None)."""
+    """The body with another part in place of each document."""
     made = []
     for turn in turns(path, body):
         if isinstance(parts := turn.get("content"), list):
-            if change is None:
-                parts = [part for part in parts if not _is_document(part)] or ""
-            else:
-                parts = [change(part) if _is_document(part) else part for part in parts]
-            turn = {**turn, "content": parts}
+            turn = {**turn, "content": [change(part) if _is_document(part) else part for part in parts]}
         made.append(turn)
     return {**body, FIELD[path]: made}
 
 
+def beside_prompt(path: str, body: Mapping[str, Any]) -> dict[str, Any]:
+    """The body for vLLM beside the prompt's token ids: without documents, and of texts with the fields of texts alone.
+
+    Where a part has a field that media have, even an empty one, vLLM forgets the ids and renders the messages itself.
+    """
+    made = []
+    for turn in turns(path, body):
+        for field in ("content", "output"):  # the latter of tools
+            if isinstance(parts := turn.get(field), list):
+                turn = {**turn, field: [_text_alone(part) for part in parts if not _is_document(part)] or ""}
+        made.append(turn)
+    return {**body, FIELD[path]: made}
+
+
+def _text_alone(part: Any) -> Any:
+    is_text = _kind(part) in _TEXTS
+    return {name: value for name, value in part.items() if name in _PART_FIELDS} if is_text else part
+
+
+def _kind(part: Any) -> str:
+    kind = part.get("type") if isinstance(part, dict) else None
+    return kind if isinstance(kind, str) else ""
+
+
 def _is_document(part: Any) -> bool:
-    return isinstance(part, dict) and part.get("type") == "document"
+    return _kind(part) == "document"
+
+
+def _is_empty(part: Any) -> bool:
+    return isinstance(part, dict) and part.get("text") == ""
 
 
 # ---- as chat messages ----
@@ -101,21 +127,21 @@ def _is_document(part: Any) -> bool:
 
 def messages_of(path: str, body: Mapping[str, Any]) -> list[dict[str, Any]] | None:
     """All messages, with system texts; None where vLLM has to convert them (tools, reasoning). Raises RequestError."""
-    messages, by_vllm = [], any(body.get(name) for name in _VLLM_CONVERTS[path])
-    for turn in turns(path, body):
+    found, by_vllm = turns(path, body), any(body.get(name) for name in _VLLM_CONVERTS[path])
+    for turn in found:
         content, role = turn.get("content"), turn.get("role")
-        kinds = [part.get("type") for part in content if isinstance(part, dict)] if isinstance(content, list) else []
+        parts = content if isinstance(content, list) else []
         by_vllm |= bool(
             (content is None or role is None or turn.get("type", "message") != "message")
-            or (turn.get("tool_calls") or turn.get("reasoning"))
-            or any(str(kind).startswith(("tool_", "thinking")) for kind in kinds)
+            or (turn.get("tool_calls") or turn.get("reasoning") or turn.get("reasoning_content") is not None)
+            or any(_kind(part).startswith(("tool_", "thinking", "redacted_thinking")) for part in parts)
             # of these, vLLM keeps some
-            or (path == MESSAGES and role == "system")
+            or (path == MESSAGES and (role == "system" or content == [] or any(map(_is_empty, parts))))
             or (path == RESPONSES and role == "assistant" and isinstance(content, list))
         )
-        messages.append({**turn, "content": parts_of(content)})
     if by_vllm:
         return None
+    messages = [{**turn, "content": parts_of(turn["content"])} for turn in found]
     system = {RESPONSES: body.get("instructions"), MESSAGES: body.get("system")}.get(path)
     if not system:
         return messages
@@ -149,8 +175,10 @@ def converted(
         return {"type": "input_text" if path == RESPONSES else "text", "text": f"{mark}{len(references) - 1:07d}"}
 
     given = with_documents(path, body, marked)
+    if not isinstance(asked := body.get("tools") or [], list):
+        raise RequestError(400, f"tools is a list, not {type(asked).__name__}", param="tools")
     # tools that the server would run: it asks again behind those, without the documents
-    for tool in body.get("tools") or () if path == RESPONSES else ():
+    for tool in asked if path == RESPONSES else ():
         if isinstance(tool, dict) and tool.get("type") not in _FUNCTIONS:
             reason = f"tools of type {str(tool.get('type'))[:40]} can't be combined with documents in the prompt"
             raise RequestError(400, reason, param="tools")
@@ -252,9 +280,21 @@ def _restored(message: Mapping[str, Any], references: list[dict[str, Any]], mark
 def as_rendered(messages: Sequence[Mapping[str, Any]], builder: PromptBuilder) -> list[dict[str, Any]]:
     """Messages as vLLM's renderer hands them to the template. Raises RequestError: 400 for media."""
     template = _template(builder)
+    try:
+        from vllm.renderers.hf import _detect_content_format
+
+        in_parts = _detect_content_format(template, default="string") == "openai"
+    except ImportError:  # the middleware is tried without vLLM
+        in_parts = False
     found = [_known_fields(each) for each in messages]
+    for each in found:
+        if isinstance(each["content"], list) and not in_parts:
+            each["content"] = [part for part in each["content"] if not _is_empty(part)]
     if any(each["role"] == "developer" for each in found) and not re.search("""["']developer["']""", template):
-        found = [{**each, "role": "system"} if each["role"] == "developer" else each for each in found]
+        for each in found:
+            if each["role"] == "developer":
+                each["role"] = "system"
+                del each["tools"]
         system = [each for each in found if each["role"] == "system"]
         if found[0] not in system or len(system) > 1:  # all of them as one in front
             texts = []
@@ -270,12 +310,6 @@ def as_rendered(messages: Sequence[Mapping[str, Any]], builder: PromptBuilder) -
                 texts.append("\n".join(str(part.get("text", "")) for part in parts))
             first = {"role": "system", "content": "\n\n".join(filter(None, texts))}
             found = [first, *(each for each in found if each["role"] != "system")]
-    try:
-        from vllm.renderers.hf import _detect_content_format
-
-        in_parts = _detect_content_format(template, default="string") == "openai"
-    except ImportError:  # the middleware is tried without vLLM
-        in_parts = False
     for each in found:
         # of tools, contents are texts; documents stand in lists
         as_parts, content = in_parts and each["role"] != "tool", each["content"]

@@ -5,7 +5,7 @@ The latter isn't beside vLLM's own /sleep and /wake_up: those exist in its devel
 
 from __future__ import annotations
 
-import math
+import sys
 from typing import Any
 
 from comb.documents.catalog import KeyedSegment, UnknownDocumentError
@@ -59,7 +59,7 @@ async def _add(preprocessor: Preprocessor, body: dict[str, Any], tenant: str) ->
     pin, ttl = body.pop("pin", False), body.pop("ttl_s", None)
     if not isinstance(pin, bool):
         raise RequestError(400, "pin is true or false", param="pin")
-    if ttl is not None and (type(ttl) not in (int, float) or not 0 < ttl < math.inf):
+    if ttl is not None and (type(ttl) not in (int, float) or not 0 < ttl <= sys.float_info.max):
         raise RequestError(400, "ttl_s is a positive number of seconds", param="ttl_s")
     if all(body.get(name) is None for name in (*TEXTS, "data", "token_ids")):
         raise RequestError(400, "a document needs text or token_ids", param="text")

@@ -80,8 +80,8 @@ class PreprocessedRequest:
 
     @property
     def needs_capability(self) -> bool:
-        """Whether it goes with a capability; without, vLLM computes what stands in the prompt."""
-        return bool(self.spans) or self.salt.startswith(MARK)
+        """Whether it goes with a capability: vLLM could lose its documents, or the prompt that they stand in."""
+        return bool(self.segments)
 
     @property
     def salt(self) -> str:
@@ -260,8 +260,8 @@ class Preprocessor:
             self.counters.count_found(len(document.token_ids), linked=document.key in there)
             if document.key not in there:
                 self.sightings.note(document)
-        if not there:  # vLLM needn't render again what is the same
-            return PreprocessedRequest(request.body, request.method, request.about, lora=request.lora), None
+        if not there:
+            return request.plain, None
         kept = [place for place, segment in enumerate(request.segments) if segment.key in there]
         (spans,) = request.spans
         return replace(
@@ -436,7 +436,7 @@ class Preprocessor:
             body = {**request.body, "prompt": list(prompts)}
         else:
             given = {PROMPT_IDS: prompts[0]}
-            body = {**conversation.with_documents(path, request.body, None), "kv_transfer_params": given}
+            body = {**conversation.beside_prompt(path, request.body), "kv_transfer_params": given}
         if in_prompt:
             return replace(request, body=body, prompts=prompts, spans=tuple(prompt.spans for prompt in built))
         # the last token always reads: what is asked about documents stands behind them

@@ -79,7 +79,7 @@ async def check_start(
 
     async def likely(salt: str, extra: dict[str, Any] | None) -> LogProbabilities:
         """Of an answer with several tokens, so that graphs for single ones are met too."""
-        options = {"max_tokens": _ANSWER, "ignore_eos": True, "logprobs": 5, "extra_args": extra}
+        options: dict[str, Any] = {"max_tokens": _ANSWER, "ignore_eos": True, "logprobs": 5, "extra_args": extra}
         answer = await greedy(engine, prompt, salt, f"check-{salt[-8:]}", **options)
         if len(answer.token_ids) != _ANSWER:
             raise RuntimeError(f"the engine ended with {answer.finish_reason!r}")
@@ -207,7 +207,7 @@ class Audit:
             full = secrets.token_hex(16), None  # what clients find in the prefix cache doesn't depend on audits
             lora = self._preprocessor.loras.known.get(request.lora)
             for salt, extra in (linked, full):
-                options = {"max_tokens": _AUDITED, "detokenize": False, "extra_args": extra}
+                options: dict[str, Any] = {"max_tokens": _AUDITED, "detokenize": False, "extra_args": extra}
                 name = f"audit-{secrets.token_hex(8)}"
                 answer = await greedy(engine, request.prompts[0], salt, name, lora, **options)
                 if answer.finish_reason not in ("length", "stop"):

@@ -29,6 +29,7 @@ logger = logging.getLogger(__name__)
 
 Result = TypeVar("Result")
 
+FIRST = -(2**63)  # priority of who is served before all others
 FILES = ("adapter_config.json", "adapter_model.safetensors", "adapter_model.bin", "adapter_model.pt")  # that vLLM reads
 
 
@@ -204,7 +205,10 @@ class EngineCompiler(DocumentCompiler):
                 ranks = await self.client.collective_rpc("comb_kept")
                 self.kept_bytes = dict(sum(map(Counter, ranks), Counter()))
             if tier is None:
-                asked = greedy(self.client, request.prompt, request.salt, name, request.lora, **request.parameters)
+                # those who wait for it may be first themselves; under other policies vLLM refuses a priority
+                priority = FIRST if self.client.vllm_config.scheduler_config.policy == "priority" else 0
+                options = {"priority": priority, **request.parameters}
+                asked = greedy(self.client, request.prompt, request.salt, name, request.lora, **options)
                 wrong = not_compiled(await asked)
         except Exception as error:
             raise _failure(error) from error
@@ -291,7 +295,9 @@ def _failure(error: Exception) -> EncoderError:
     return EncoderError(f"vLLM did not compile it: {type(error).__name__}: {error}"[:1000])
 
 
-async def greedy(client: Any, prompt: list[int], salt: str, name: str, lora: Any = None, /, **parameters: Any) -> Any:
+async def greedy(
+    client: Any, prompt: list[int], salt: str, name: str, lora: Any = None, /, *, priority: int = 0, **parameters: Any
+) -> Any:
     """The likeliest answer (vLLM's `CompletionOutput`), when it has ended, to a request `name` of the server's own.
 
     `salt`: of the prefix cache, or empty; `lora`: vLLM's `LoRARequest`; `parameters`: of its `SamplingParams`.
@@ -301,5 +307,6 @@ async def greedy(client: Any, prompt: list[int], salt: str, name: str, lora: Any
 
     asked = tokens_input(prompt, cache_salt=salt or None)
     sampling = SamplingParams(temperature=0, **parameters)
-    outputs = [output async for output in client.generate(asked, sampling, name, lora_request=lora)]
+    answers = client.generate(asked, sampling, name, lora_request=lora, priority=priority)
+    outputs = [output async for output in answers]
     return outputs[-1].outputs[0]

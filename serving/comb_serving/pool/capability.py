@@ -80,8 +80,8 @@ class Capability:
 
     def check(self, request_id: str, salt: str | None, prompt: Sequence[int] | None) -> None:
         """Raises ValueError unless it was made for this request."""
-        # where documents stand in the prompt, losing them costs time and nothing else: the salt is the tenant's own
-        if self.salt != (salt or "") or not (self.method or self.salt.startswith(MARK)):
+        # where documents stand in the prompt, losing their places costs time alone: the salt is the tenant's own
+        if self.salt != (salt or "") or not (self.method or not self.documents or self.salt.startswith(MARK)):
             raise ValueError("its salt is not the one of its documents")
         if self.request_id not in request_id:
             raise ValueError(f"its documents are those of request {self.request_id}")

@@ -58,7 +58,7 @@ def make_accelerator(config: TrainConfig, *, use_cpu: bool) -> Accelerator:
 
 
 def check_tools(config: TrainConfig) -> None:
-    """Raises ValueError for a DeepSpeed configuration that can't be used, or a tracker that isn't there or has no key."""
+    """Raises ValueError for a DeepSpeed configuration that can't be used, or a tracker not there or without a key."""
     installed = set(map(str, get_available_trackers()))
     if missing := sorted(set(config.report_to) - {"all", *installed}):
         raise ValueError(
