@@ -111,7 +111,7 @@ def settle(model: Any, length: int) -> None:
     for embedding in rotary_embeddings(model):
         embedding.settle(length)
     for module in model.modules():
-        if getattr(module, "rope_deltas", None) is not None:
+        if vars(module).get("rope_deltas") is not None:
             module.rope_deltas = None  # how far the last prompt's pictures moved its text, or the zeros of its rows
 
 
