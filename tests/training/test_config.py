@@ -53,6 +53,8 @@ def test_values_and_overrides(tmp_path: Path) -> None:
         ("train: {learning_rate: -1}", "train.learning_rate must be at least 0, not -1"),
         ("train: {learning_rate: .nan}", "train.learning_rate must be a finite number, not nan"),
         ("train: {warmup: 1.5}", "train.warmup must be less than 1, not 1.5"),
+        ("train: {seed: -1}", "train.seed must be at least 0, not -1"),
+        ("train: {seed: 4294967296}", "train.seed must be less than 4294967296"),
         ("train: {save_total_limit: -1}", "train.save_total_limit must be at least 0, not -1"),
         ("data: {heldout_share: 2}", "data.heldout_share must be less than 1, not 2"),
         ("data: {query_template: Why}", "query_template 'Why' has no {query}"),

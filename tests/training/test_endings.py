@@ -162,6 +162,13 @@ def test_a_finished_run_can_be_made_longer(run: Callable[..., Any], tmp_path: Pa
     assert scored(tmp_path / "out") == [0, 4, 5]
 
 
+def test_a_run_that_measures_more_than_at_its_start_has_no_start(run: Callable[..., Any], tmp_path: Path) -> None:
+    assert run("train.save_steps=2", "train.kl_weight=0", "train.ce_weight=1", "--no-eval").exit_code == 0
+    resumed = run("train.steps=5", "--no-eval", "--resume", "auto")
+    assert re.search(r"closed: -?\d+\.\d% \([^)]*\) \(at the data's answers\)", resumed.output), resumed.output
+    assert json.loads((tmp_path / "out" / "training.json").read_text())["heldout"].keys().isdisjoint({"start"})
+
+
 def test_a_run_goes_on_from_the_adapter_of_another(run: Callable[..., Any], tmp_path: Path) -> None:
     first, second = tmp_path / "out", tmp_path / "second"
     assert run("--no-eval", "train.learning_rate=0.02").exit_code == 0

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -18,6 +19,7 @@ from comb_training.data.batches import TrainingExample
 from comb_training.models import training_method
 from comb_training.models.linktokens import RowCollator, starting_tokens
 from comb_training.models.method import trained_options
+from comb_training.plan.counting import meta_model
 from comb_training.train import run_training
 from comb_training.trainer.accelerator import trained_weights
 from comb_training.trainer.trainer import CombTrainer
@@ -167,6 +169,29 @@ def test_what_can_not_be_trained_is_refused() -> None:
             training_method("linktokens").load(config_from_dict({"train": {"method": "linktokens"}, **more}))
     with pytest.raises(ValueError, match="does not support gradient checkpointing"):
         link_tokens().gradient_checkpointing_enable()
+
+
+def test_out_of_memory_names_nothing_that_link_tokens_refuse(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    training = run(tmp_path)
+    monkeypatch.setattr(training.model, "forward", Mock(side_effect=torch.OutOfMemoryError))
+    with pytest.raises(RuntimeError, match=r"out of memory at step 1 .* train.gradient_accumulation_steps\)$"):
+        training.train()
+
+
+def test_a_folder_of_pefts_is_a_backbone(tmp_path: Path) -> None:
+    """It has no configuration of its own."""
+    peft = pytest.importorskip("peft")
+    backbone().save_pretrained(tmp_path / "base")
+    tuned = peft.get_peft_model(
+        AutoModelForCausalLM.from_pretrained(tmp_path / "base"), peft.LoraConfig(target_modules=["q_proj"])
+    )
+    tuned.save_pretrained(tmp_path / "tuned")
+    TOKENIZER.save_pretrained(tmp_path / "tuned")
+    settings = config_from_dict(
+        {"model": {"backbone": str(tmp_path / "tuned"), "dtype": "float32"}, "train": {"method": "linktokens"}}
+    )
+    trained = training_method("linktokens").load(settings)
+    assert meta_model(settings)[0].num_link_tokens == trained.num_link_tokens
 
 
 def test_a_backbone_is_loaded_onto_the_gpu_that_it_is_tried_on(monkeypatch: pytest.MonkeyPatch) -> None:

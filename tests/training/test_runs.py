@@ -105,14 +105,17 @@ def test_scores_of_an_older_adapter_do_not_stay_in_the_card(
     assert "| data | `data.jsonl` (not on the Hub) |" in card
 
 
+@pytest.mark.parametrize("trackers", ["[wandb]", "[all]"])
 def test_a_tracker_without_a_key_is_named_before_anything_is_answered(
-    file_for: Callable[..., str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    file_for: Callable[..., str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, trackers: str
 ) -> None:
     wandb = pytest.importorskip("wandb")
     monkeypatch.setattr(wandb, "setup", lambda: SimpleNamespace(settings=SimpleNamespace(mode="online")))
-    monkeypatch.setattr(wandb, "login", lambda **_: False)
-    result = invoke("train", file_for(), "train.report_to=[wandb]")
-    assert "train.report_to: wandb has no key" in str(result.exception)
+    login = Mock(side_effect=wandb.errors.UsageError("no key here"))
+    monkeypatch.setattr(wandb, "login", login)
+    result = invoke("train", file_for(), f"train.report_to={trackers}")
+    assert "train.report_to: wandb has no key that it can use (no key here)" in str(result.exception)
+    login.assert_called_once_with()  # versions before 0.31 know no `prompt`
     assert not (tmp_path / "out").exists()
 
 

@@ -6,6 +6,7 @@ import itertools
 import json
 import math
 import resource
+import shutil
 import time
 from dataclasses import replace
 from pathlib import Path
@@ -279,6 +280,9 @@ def test_what_a_run_goes_on_with_has_to_be_its_own(tmp_path: Path, caplog: pytes
     same.train(tmp_path / "checkpoint-2")
     assert [row["step"] for row in evaluations(same)] == [0, 3]
     assert not caplog.text
+    rows = trainer(comb_model(), tmp_path / "rows", examples()[::-1], heldout=some, **config)
+    rows.train(tmp_path / "checkpoint-2")
+    assert "over other examples" in caplog.text
     other = trainer(comb_model(), tmp_path, heldout=others, **config)
     other.train(tmp_path / "checkpoint-2")
     assert "other held-out questions" in caplog.text
@@ -288,11 +292,16 @@ def test_what_a_run_goes_on_with_has_to_be_its_own(tmp_path: Path, caplog: pytes
     path.write_text(json.dumps(state | {"made_by": {"ranks": 2, "zero_stage": None}, "examples": "others"}))
     with pytest.raises(ValueError, match="resume with as many processes"):
         trainer(comb_model(), tmp_path, **config).train(tmp_path / "checkpoint-2")
+    trainer(comb_model(), tmp_path, steps=2).train(tmp_path / "checkpoint-2")  # only loaded
+    path.write_text(json.dumps({name: state[name] for name in ("global_step", "seconds", "log_history")}))
+    (path.parent / "rng_state_0.pth").unlink()
+    with pytest.raises(ValueError, match="as many processes as wrote"):  # of an earlier version
+        trainer(comb_model(), tmp_path, **config).train(tmp_path / "checkpoint-2")
 
 
 def test_the_newest_checkpoint_is_this_runs(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     config = {"steps": 2, "save_steps": 2}
-    first = trainer(comb_model(), tmp_path / "a", **config)
+    first = trainer(comb_model(), tmp_path / "a", heldout=examples(2), **config)
     first.train()
     there = tmp_path / "a" / "checkpoint-2"
     assert checkpoint_to_resume(first.config, "auto") == there
@@ -305,6 +314,22 @@ def test_the_newest_checkpoint_is_this_runs(tmp_path: Path, caplog: pytest.LogCa
     longer = trainer(comb_model(), tmp_path / "b", steps=4, save_steps=4)
     longer.train(there)
     assert checkpoint_to_resume(longer.config, "auto") == tmp_path / "b" / "checkpoint-4"
+    # and so is one that goes on from there by name, over other held-out questions, and is killed before its next
+    for heldout in (), examples(3):
+        again = trainer(comb_model(), tmp_path / "a", heldout=heldout, steps=4)
+        again._read_state(there)
+        again.log.start(2)
+        again.log.close()
+        assert checkpoint_to_resume(first.config, "auto") == there
+
+
+def test_a_checkpoint_that_the_log_lags_behind_is_its_runs_own(tmp_path: Path) -> None:
+    run = trainer(comb_model(), tmp_path, steps=4, save_steps=2, logging_steps=9)
+    run.train()
+    shutil.rmtree(tmp_path / "checkpoint-4")
+    (log,) = tmp_path.glob("log.jsonl")
+    log.write_text("".join(line for line in log.open() if json.loads(line)["step"] < 2))  # as killed before step 4
+    assert checkpoint_to_resume(run.config, "auto") == tmp_path / "checkpoint-2"
 
 
 def test_a_resumed_run_decays_as_its_own_configuration_says(tmp_path: Path) -> None:

@@ -133,7 +133,9 @@ def run_training(
     sets = statistics_by_set(examples) if config.data.mixture else {}
     rows = [row for row in trainer.log.history if "eval_loss" in row]
     measured = [{name.removeprefix("eval_"): row[name] for name in row if name != "time"} for row in rows]
-    begun = {"start": measured[0]} if measured and measured[0]["step"] == 0 else {}  # a resumed run's may be of others
+    # a resumed run's first score may be of others, or, with another train.kl_weight, of less
+    comparable = bool(measured) and measured[0]["step"] == 0 and measured[0].keys() >= measured[-1].keys()
+    begun = {"start": measured[0]} if comparable else {}
     record = {
         **environment(seed=config.train.seed),
         "config": config.to_dict(),

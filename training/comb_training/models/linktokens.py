@@ -12,7 +12,6 @@ from typing import Any
 
 import torch
 
-from comb.backbones.loading import load_config
 from comb.backbones.rotary import front_limit
 from comb.backbones.tokenizer import front_ids, load_tokenizer
 from comb.documents.document import Prompt
@@ -20,7 +19,14 @@ from comb.linking.masks import FRESH, PADDING
 from comb.linktokens.modeling import LinkTokensForCausalLM
 from comb_training.config import Config
 from comb_training.data.batches import Collator, TrainingExample
-from comb_training.models.method import TrainingMethod, device_of, dtype_of, trained_options, training_methods
+from comb_training.models.method import (
+    TrainingMethod,
+    device_of,
+    dtype_of,
+    plain_config,
+    trained_options,
+    training_methods,
+)
 
 
 @dataclass
@@ -43,7 +49,7 @@ class RowCollator(Collator):
 
 def starting_tokens(backbone: str, count: int | None) -> list[int]:
     """What fresh link tokens start as: the passage that ``primed`` compiles behind, or its last `count` tokens."""
-    passage = front_ids("prose", load_tokenizer(backbone), front_limit(load_config(backbone)))
+    passage = front_ids("prose", load_tokenizer(backbone), front_limit(plain_config(backbone)))
     return passage if count is None else list(islice(cycle(reversed(passage)), count))[::-1]
 
 

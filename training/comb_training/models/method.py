@@ -14,10 +14,12 @@ from typing import Any, ClassVar
 
 import torch
 
-from comb.backbones.loading import HUB_ARGUMENTS, load_model, resolve_name
+from comb.backbones.loading import HUB_ARGUMENTS, load_config, load_model, resolve_name
 from comb.backbones.rotary import prompt_limit
+from comb.backbones.settings import PEFT
 from comb.backbones.tokenizer import load_tokenizer
 from comb.documents.datasets import Counts
+from comb.files import read_json
 from comb.registry import Registry
 from comb_training.config import Config
 from comb_training.data.batches import Collator, TrainingExample
@@ -111,6 +113,14 @@ LOADING = (
     "tp_plan", *HUB_ARGUMENTS,
 )  # fmt: skip
 """What `AutoModelForCausalLM.from_pretrained` takes besides values of the configuration, as far as runs use it."""
+
+
+def plain_config(backbone: str, **options: Any) -> Any:
+    """A backbone's configuration: of a PEFT adapter's folder without one, that of the model it is on."""
+    tuned = Path(resolve_name(backbone)) / PEFT
+    if tuned.is_file() and not (tuned.parent / "config.json").is_file():
+        backbone = read_json(tuned).get("base_model_name_or_path") or backbone
+    return load_config(backbone, **options)
 
 
 def load_checkpoint(name_or_path: str, config: Config) -> Any:

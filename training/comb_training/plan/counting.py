@@ -22,7 +22,7 @@ from comb.model.modeling import CombForCausalLM
 from comb_training.config import Config
 from comb_training.models import training_method
 from comb_training.models.comb import adapter_place, check_rank
-from comb_training.models.method import check_backbone, dtype_of, shaping_options
+from comb_training.models.method import check_backbone, dtype_of, plain_config, shaping_options
 
 Trained = CombForCausalLM | LinkTokensForCausalLM
 
@@ -136,7 +136,7 @@ def meta_model(config: Config) -> tuple[Trained, str | None]:
 def _front_tokens(config: Config, front: str) -> int:
     """Tokens of the text that a front starts as; of the passage where the backbone's tokenizer can't be had."""
     try:
-        tokenizer, most = load_tokenizer(config.model.backbone), front_limit(load_config(config.model.backbone))
+        tokenizer, most = load_tokenizer(config.model.backbone), front_limit(plain_config(config.model.backbone))
     except (OSError, ValueError):
         return PASSAGE_TOKENS
     return len(front_ids(front, tokenizer, most))
@@ -153,7 +153,7 @@ def find_backbone_config(config: Config) -> tuple[Any, str | None]:
     options = {name: value for name, value in config.model.options.items() if name in known}
     name = config.model.backbone
     try:
-        return load_config(name, **options), None
+        return plain_config(name, **options), None
     except OSError as error:
         path = ARCHITECTURES / f"{name.replace('/', '--')}.json"
         if not path.is_file():

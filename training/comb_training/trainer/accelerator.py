@@ -22,6 +22,7 @@ from accelerate.utils import DistributedDataParallelKwargs, InitProcessGroupKwar
 from torch import Tensor
 
 from comb_training.config import TrainConfig
+from comb_training.trainer import distributed
 from comb_training.trainer.checkpoints import reading
 
 
@@ -65,11 +66,17 @@ def check_tools(config: TrainConfig) -> None:
             f"train.report_to: {missing[0]} is not installed (pip install {missing[0]}), or no tracker of accelerate; "
             f"there are: {', '.join(sorted(installed)) or 'none'}"
         )
-    if "wandb" in config.report_to:
+    if "wandb" in installed and {"all", "wandb"} & {*config.report_to} and distributed.is_main():
         import wandb
 
-        if wandb.setup().settings.mode == "online" and not wandb.login(prompt=False, verify=False):
-            raise ValueError("train.report_to: wandb has no key: give it one (wandb login), or set WANDB_MODE=offline")
+        try:
+            if wandb.setup().settings.mode in (None, "online"):
+                wandb.login()  # asks for a key where there is a terminal
+        except wandb.Error as error:
+            raise ValueError(
+                f"train.report_to: wandb has no key that it can use ({error}): give it one (wandb login), or set "
+                "WANDB_MODE=offline"
+            ) from error
     if config.deepspeed is not None:
         _deepspeed_settings(config)
 

@@ -11,7 +11,7 @@ import logging
 import re
 import shutil
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import torch
@@ -24,7 +24,7 @@ from transformers.utils import SAFE_WEIGHTS_NAME
 
 from comb_training.config import TrainConfig
 from comb_training.trainer import distributed
-from comb_training.trainer.run_log import LENGTHS, how_it_ended, when_begun
+from comb_training.trainer.run_log import LENGTHS, how_it_ended, last_run
 
 logger = logging.getLogger(__name__)
 
@@ -85,9 +85,9 @@ def checkpoint_to_resume(train: TrainConfig, resume: str | Path | None) -> Path 
     if not found:
         logger.warning("--resume auto: no checkpoint-N in %s, the run starts from the beginning", folder)
         return None
-    with reading(found[-1], TRAINER_STATE_NAME):
-        history = json.loads((found[-1] / TRAINER_STATE_NAME).read_text(encoding="utf-8"))["log_history"]
-    its, begun = next((row.get("time") for row in history), None), when_begun(folder)
+    its, begun = None, last_run(folder)
+    with suppress(OSError, ValueError, AttributeError):  # what is wrong with it is said when it is resumed from
+        its = json.loads((found[-1] / TRAINER_STATE_NAME).read_text(encoding="utf-8")).get("run")
     if its is not None and begun is not None and its != begun:
         logger.warning("--resume auto: %s is of an earlier run, and the last one left none: it begins again", found[-1])
         return None

@@ -38,13 +38,14 @@ def how_it_ended(folder: Path) -> dict[str, Any] | None:
     return record if "ended_by" in record else None
 
 
-def when_begun(folder: Path) -> str | None:
-    """When the run in this folder wrote its log's first record, "" if it has written none; None if there is no log."""
-    try:
-        first, *_ = [*(folder / LOG).read_text(encoding="utf-8").splitlines(), "{}"]
-        return str(json.loads(first).get("time", ""))
-    except (OSError, ValueError):
-        return None
+def last_run(folder: Path) -> str | None:
+    """`RunLog.run` of the run that was begun or gone on with last in this folder; None if its log doesn't tell."""
+    run = None
+    with suppress(OSError):
+        for line in (folder / LOG).read_text(encoding="utf-8").splitlines():
+            with suppress(ValueError, AttributeError):
+                run = json.loads(line).get("run", run)
+    return run
 
 
 class RunLog:
@@ -65,6 +66,8 @@ class RunLog:
         self.accelerator = accelerator
         self.history: list[dict[str, Any]] = []
         """Every record, with its step."""
+        self.run = _now()
+        """Tells the run from others in its folder; a resumed one keeps it."""
         self.path = Path(config.output_dir) / LOG
         self._progress = progress
         self._bar: tqdm[Any]  # from `start` to `close`
@@ -75,16 +78,16 @@ class RunLog:
         """Opens everything for a run that goes on from `step`."""
         if distributed.is_main():
             self.path.parent.mkdir(parents=True, exist_ok=True)
-            kept = []  # of this run's file, the records up to `step`; in another folder those that the checkpoint has
-            begun = next((row.get("time") for row in self.history), None)
-            if step and when_begun(self.path.parent) != begun:
+            kept = []  # of this run's file, the records up to `step`; of another's place those that the checkpoint has
+            if step and not (self.path.is_file() and last_run(self.path.parent) in (None, self.run)):
                 kept = [f"{json.dumps(row)}\n" for row in self.history]
-            elif step and self.path.is_file():
+            elif step:
                 for line in self.path.read_text(encoding="utf-8").splitlines():
                     with suppress(ValueError, KeyError, TypeError):  # the last line of a killed run may be half of one
                         if json.loads(line)["step"] <= step:
                             kept.append(f"{line}\n")
             self.path.write_text("".join(kept), encoding="utf-8")
+            self._add({"step": step, "time": _now(), "run": self.run})
         if self.config.report_to:
             self.accelerator.init_trackers(
                 os.environ.get("WANDB_PROJECT", "huggingface"),  # as transformers names it

@@ -169,9 +169,11 @@ class CombTrainer:
                     self.optimizer.load_state_dict(state)
             for group, its in zip(self.optimizer.param_groups, settings, strict=True):
                 group.update(its, params=group["params"])  # the configuration may have changed since
-            name = RANDOM_STATE.format(distributed.rank())
-            with reading(folder, name):
-                state = torch.load(folder / name, weights_only=True)
+            path = folder / RANDOM_STATE.format(distributed.rank())
+            if not path.is_file():  # of an earlier version, which didn't write down how many
+                raise ValueError(f"{path} is not there: resume with as many processes as wrote the checkpoint")
+            with reading(folder, path.name):
+                state = torch.load(path, weights_only=True)
                 torch.set_rng_state(state["cpu"])
                 self._loss += state["loss"]
             if torch.cuda.is_available() and state["cuda"]:
@@ -307,7 +309,7 @@ class CombTrainer:
                 if not self.sharded:
                     torch.save(self.optimizer.state_dict(), path / OPTIMIZER_NAME)
                 run = {"global_step": self.step, "seconds": self.schedule.used, "log_history": self.log.history}
-                run |= {"settings": self.settings, "made_by": self._made_by, **self._data}
+                run |= {"settings": self.settings, "run": self.log.run, "made_by": self._made_by, **self._data}
                 (path / TRAINER_STATE_NAME).write_text(json.dumps(run), encoding="utf-8")
         self._fresh = False
 
@@ -322,11 +324,13 @@ class CombTrainer:
             state = json.loads((folder / TRAINER_STATE_NAME).read_text(encoding="utf-8"))
             self.step, self.schedule.used = int(state["global_step"]), float(state["seconds"])
             self.log.history = state["log_history"]
+            self.log.run = state.get("run", self.log.run)
         self._fresh = False
-        if (made_by := state.get("made_by", self._made_by)) != self._made_by:
+        made_by = state.get("made_by", self._made_by)
+        if made_by != self._made_by and not self.schedule.over(self.step):  # else it is only loaded
             raise ValueError(
-                f"{folder} was made with {made_by}, and this run has {self._made_by}: resume with as many processes "
-                "and the ZeRO stage that it was made with (None is without DeepSpeed)"
+                f"{folder} was made by {_processes(**made_by)}, and this run is {_processes(**self._made_by)}: resume "
+                "with as many processes, and as DeepSpeed was then"
             )
         if state.get("examples", self._data["examples"]) != self._data["examples"]:
             logger.warning("%s is of a run over other examples: some may be trained on more often than others", folder)
@@ -364,6 +368,12 @@ class CombTrainer:
 
 
 def _digest(examples: Sequence[TrainingExample]) -> str:
-    """Tells examples from others, in any order."""
-    each = sorted(hashlib.sha256(repr((row.prompt, row.target)).encode()).hexdigest() for row in examples)
-    return hashlib.sha256("".join(each).encode()).hexdigest()
+    """Tells examples from others, and from the same in another order: an epoch goes on by their numbers."""
+    whole = hashlib.sha256()
+    for row in examples:
+        whole.update(repr((row.prompt, row.target, row.given)).encode())
+    return whole.hexdigest()
+
+
+def _processes(ranks: int, zero_stage: int | None) -> str:
+    return f"{ranks} process(es) {'without DeepSpeed' if zero_stage is None else f'with ZeRO-{zero_stage}'}"
