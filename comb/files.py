@@ -61,6 +61,13 @@ def write_whole(path: Path, data: bytes) -> None:
         raise
 
 
+def failed_to_write(error: Exception) -> bool:
+    """Whether it is what Python, safetensors, or tokenizers (an Exception of no kind) say on a full disk."""
+    from safetensors import SafetensorError  # `comb --help` doesn't wait for it
+
+    return type(error) is Exception or isinstance(error, OSError | SafetensorError)
+
+
 @contextmanager
 def rewritten(folder: Path, patterns: Sequence[str] = ()) -> Iterator[Path]:
     """A folder to write files in, which take their places in `folder` when the block has ended without an error.
@@ -78,10 +85,7 @@ def rewritten(folder: Path, patterns: Sequence[str] = ()) -> Iterator[Path]:
         try:
             yield Path(temporary)
         except Exception as error:
-            from safetensors import SafetensorError  # `comb --help` doesn't wait for it
-
-            # what Python, safetensors, and tokenizers (an Exception of no kind) say on a full disk
-            if type(error) is Exception or isinstance(error, OSError | SafetensorError):
+            if failed_to_write(error):
                 raise OSError(f"{folder} is as it was before, the new files can't be written ({error})") from error
             raise
         made = {path.relative_to(temporary): path for path in Path(temporary).rglob("*") if path.is_file()}

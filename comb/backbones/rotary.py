@@ -110,9 +110,11 @@ def settle(model: Any, length: int) -> None:
     """Before a prompt of `length` tokens: another may have left an embedding with its own, longer reach."""
     for embedding in rotary_embeddings(model):
         embedding.settle(length)
-    for module in model.modules():
+    for module in modules_now(model):
         if vars(module).get("rope_deltas") is not None:
-            module.rope_deltas = None  # how far the last prompt's pictures moved its text, or the zeros of its rows
+            vars(module)["rope_deltas"] = (
+                None  # how far the last prompt's pictures moved its text, or the zeros of its rows
+            )
 
 
 def drops_cache(model: Any, tokens: int, covered: int) -> bool:

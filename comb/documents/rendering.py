@@ -286,21 +286,21 @@ def document_ids(tokenizer: Any, text: str) -> tuple[int, ...]:
     if makes_tokens(tokenizer):
         return ids
     tags = _tags(tokenizer, str(getattr(tokenizer, "chat_template", None)))
-    if tags.keys().isdisjoint(ids):
+    if tags.isdisjoint(ids):
         return ids
     if not getattr(tokenizer, "is_fast", False):
-        _check_text(tokenizer, ids, tags.keys())
-    return plain_ids(_with_special_tags(tokenizer, tuple(tags)), text)
+        _check_text(tokenizer, ids, tags)
+    return plain_ids(_with_special_tags(tokenizer, tags), text)
 
 
 @lru_cache(8)
-def _tags(tokenizer: Any, template: str) -> dict[int, Any]:
-    added = getattr(tokenizer, "added_tokens_decoder", {})
-    return {id: tag for id, tag in added.items() if not tag.special and str(tag).strip() and str(tag) in template}
+def _tags(tokenizer: Any, template: str) -> frozenset[int]:
+    added = getattr(tokenizer, "added_tokens_decoder", {}).items()
+    return frozenset(id for id, tag in added if not tag.special and str(tag).strip() and str(tag) in template)
 
 
 @lru_cache(8)
-def _with_special_tags(tokenizer: Any, tags: tuple[int, ...]) -> Any:
+def _with_special_tags(tokenizer: Any, tags: frozenset[int]) -> Any:
     """A copy, to which these are special tokens."""
     with lock_of(tokenizer):
         own = copy.deepcopy(tokenizer)

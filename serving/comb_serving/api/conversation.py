@@ -68,9 +68,9 @@ def written_out(path: str, body: Mapping[str, Any]) -> list[dict[str, Any]]:
     found = []
     for turn in turns(path, body):
         for part in turn["content"] if isinstance(turn.get("content"), list) else ():
-            answer = part.get("content") if isinstance(part, dict) and part.get("type") == "tool_result" else None
+            answer = part.get("content") if _kind(part) == "tool_result" else None
             for inner in answer if isinstance(answer, list) else ():
-                if isinstance(inner, dict) and inner.get("type") in ("document", "search_result"):
+                if _kind(inner) in ("document", "search_result"):
                     reason = "documents in a tool's answer aren't read: write their text, or put them beside it"
                     raise RequestError(400, reason, param=FIELD[path])
             if _is_document(part) and "source" in part:

@@ -15,13 +15,14 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import torch
-from safetensors import SafetensorError, safe_open
+from safetensors import safe_open
 from safetensors.torch import load_file
 from torch import Tensor, nn
 from transformers.trainer import TRAINER_STATE_NAME
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 from transformers.utils import SAFE_WEIGHTS_NAME
 
+from comb.files import failed_to_write
 from comb_training.config import TrainConfig
 from comb_training.trainer import distributed
 from comb_training.trainer.run_log import LENGTHS, how_it_ended, last_run
@@ -113,8 +114,7 @@ def new_checkpoint(run: Path, step: int, *, keep: int, first: bool = False) -> I
     except TrainingDivergedError:
         raise
     except Exception as error:
-        # what Python, torch, safetensors, and tokenizers (an Exception of no kind) say on a full disk
-        if not (type(error) is Exception or isinstance(error, OSError | RuntimeError | SafetensorError)):
+        if not (failed_to_write(error) or isinstance(error, RuntimeError)):  # the latter is torch's
             raise
         shutil.rmtree(run / PARTIAL, ignore_errors=True)
         newest = [path.name for path in checkpoints(run)][-1:]
