@@ -288,7 +288,7 @@ class TrainConfig:
             raise ValueError(f"train.teacher answers only with train.answers=on_policy, not {self.answers!r}")
         for name, why in (
             ("lora_rank", "link tokens are no layers"),
-            ("gradient_checkpointing", "link tokens stand in a cache, which there is none of then"),
+            ("gradient_checkpointing", "link tokens stand in a cache, which checkpointing turns off"),
         ):
             if self.method == "linktokens" and getattr(self, name):
                 raise ValueError(f"train.{name}: {why}; leave it out with train.method=linktokens")
