@@ -144,8 +144,9 @@ def measure_times(
 
 
 def question_name(number: int, example: Example) -> str:
-    """What rows call the question at this place."""
-    return f"{number}:{example.id or sha256(example.query.encode()).hexdigest()[:8]}"
+    """What rows call the question at this place. One that was edited, or has other documents, has another name."""
+    asked = sha256(repr((example.query, example.documents)).encode()).hexdigest()[:8]
+    return f"{number}:{example.id or ''}:{asked}"
 
 
 def made_by(engine: PICEngine) -> str:

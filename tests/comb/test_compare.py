@@ -22,7 +22,7 @@ from comb.cli import main as cli
 from comb.documents.datasets import Counts, read_dataset
 from comb.documents.document import PromptBuilder
 from comb.engine.engine import PICEngine
-from comb.evaluation.compare import compare, kl_divergence, measure_times
+from comb.evaluation.compare import compare, kl_divergence, measure_times, question_name
 from comb.evaluation.plot import Frontier, Quality
 from comb.evaluation.record import Journal
 from comb.evaluation.setting import AnswerRules, Setting, drop_too_long, read_sets, spread
@@ -105,6 +105,18 @@ def test_answers_are_those_of_the_engine(setting: Setting, examples: list[Exampl
         assert row["text"] == answer.text.strip()
         same["as full" if row["top1"] == 1 else "its own"] += 1
     assert min(same.values()) > 3
+
+
+def test_an_edited_question_is_asked_anew(setting: Setting, examples: list[Example]) -> None:
+    old, kept = replace(examples[0], id="0"), replace(examples[1], id="1")
+    journal = Journal(None, {})
+    journalled(setting, [old, kept], ["full"], 2, into=journal)
+    edits = replace(old, query="Which other one?"), replace(old, documents=examples[2].documents)
+    for number, edited in enumerate(edits, 3):
+        assert len(journalled(setting, [edited, kept], ["full"], 2, into=journal)) == number
+        assert summarize(journal.rows, [edited, kept], ["full"], {})[0]["n"] == 2
+    same = replace(old, answer="another", answers=("another",))  # what is right isn't asked
+    assert len(journalled(setting, [same, kept], ["full"], 2, into=journal)) == 4
 
 
 def test_the_head_counts_for_no_method(setting: Setting, examples: list[Example]) -> None:
@@ -198,7 +210,7 @@ def test_times_are_taken_cold_and_cached_of_questions_without_a_document_in_comm
     assert journal.rows == before
     shared = [replace(example, documents=examples[0].documents) for example in examples]
     measure_times(setting, shared, ["full"], journal, 3)
-    assert [row["question"] for row in journal.rows[4:]] == ["0:0"]
+    assert [row["question"] for row in journal.rows[4:]] == [question_name(0, examples[0])]
 
 
 def test_divergence_by_hand() -> None:
@@ -245,12 +257,13 @@ def made(method: str, question: str, text: str, kl: float, tokens: int) -> Row:
 
 def test_a_summary_by_hand() -> None:
     examples = [Example((), "q", "Rome", id="a"), Example((), "q", "Oslo", ("Oslo", "the Tigerstaden"), id="b")]
+    first, second = (question_name(number, example) for number, example in enumerate(examples))
     rows = [
-        made("full", "0:a", "Rome", 0.0, 3), made("full", "1:b", "It is Tigerstaden now", 0.0, 1),
-        made("x", "0:a", "Milan", 0.2, 3), made("x", "1:b", "It is Tigerstaden now", 0.6, 1),
+        made("full", first, "Rome", 0.0, 3), made("full", second, "It is Tigerstaden now", 0.0, 1),
+        made("x", first, "Milan", 0.2, 3), made("x", second, "It is Tigerstaden now", 0.6, 1),
         {key: value for key, value in made("x", "7:z", "", 9.0, 9).items() if key != "text"},  # not asked for any more
     ]  # fmt: skip
-    times = [{"method": "x", "question": name, "cold": cold, "cached": 0.5} for name, cold in (("0:a", 1), ("1:b", 3))]
+    times = [{"method": "x", "question": name, "cold": cold, "cached": 0.5} for name, cold in ((first, 1), (second, 3))]
     full, x, y = summarize([*rows, *times], examples, ["full", "x", "y"], {"y": "too big"})
     assert (full["em"], full["contains"], full["same"]) == (0.5, 1.0, 1.0)
     assert full["f1"] == pytest.approx((1 + 2 * 0.25 * 1 / 1.25) / 2)  # one of four words, no article left
@@ -300,7 +313,8 @@ def test_a_journal_spares_what_is_there(setting: Setting, examples: list[Example
     assert journalled(setting, examples[:3], specs, 3, into=journal, answers=2) == before
     rows = journalled(setting, examples[:3], ["full", "none"], 3, into=journal, answers=3)
     new = [(row["method"], row["question"], "text" in row) for row in rows[6:]]
-    assert new == [("none", "0:0", True), ("none", "1:1", True), ("full", "2:2", True), ("none", "2:2", True)]
+    first, second, third = (question_name(number, example) for number, example in enumerate(examples[:3]))
+    assert new == [("none", first, True), ("none", second, True), ("full", third, True), ("none", third, True)]
 
 
 def test_what_an_older_version_or_another_adapter_was_asked_is_asked_again(
@@ -310,7 +324,7 @@ def test_what_an_older_version_or_another_adapter_was_asked_is_asked_again(
     journal, specs = Journal(None, {}), ["full", "naive"]
     old = journalled(setting, examples[:2], specs, 3, into=journal)[1].pop("computed")
     rows = journalled(setting, examples[:2], specs, 3, into=journal)
-    assert [(row["method"], row["question"]) for row in rows[4:]] == [("naive", "0:0")]
+    assert [(row["method"], row["question"]) for row in rows[4:]] == [("naive", question_name(0, examples[0]))]
     assert 0 < rows[4]["computed"] <= old < rows[0]["computed"]
     assert summarize(rows, examples, specs, {})[1]["n"] == 2
     journal, specs = Journal(None, {}), ["full", "naive", "none"]

@@ -31,6 +31,7 @@ def test_values_and_overrides(tmp_path: Path) -> None:
     assert config.model.cross_attention_layers == (1, 3)
     assert (config.data.options, config.eval.methods) == ({"answer_style": "sentence"}, ("full",))
     assert load_config(None, ["train.save_steps=null", "train.steps="]).train.steps is None
+    assert load_config(None, ["train.report_to=none"]).train.report_to == ()  # as transformers say it
     # one epoch is the length where no other is given
     assert [TrainConfig(**length).epochs for length in ({}, {"steps": 3}, {"max_seconds": 3})] == [1.0, None, None]
 

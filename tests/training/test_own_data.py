@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -154,6 +155,13 @@ def test_titles_that_a_template_has_no_place_for_are_counted(tmp_path: Path) -> 
     assert re.search(r"\d documents without their titles: data.document_template has no {title}", said)
     whole = invoke(*dry, "data.document_template='{title} {text} '")
     assert "without their titles" not in whole.output
+
+
+def test_answers_that_end_before_they_are_said_are_counted(tmp_path: Path, builder: PromptBuilder) -> None:
+    own = [row | {"answer": answer} for row, answer in zip(rows(0, 3), ['say "no"', "one\ntwo", "three"], strict=True)]
+    data = load_config(MIXTURE, [f"data={lines(tmp_path / 'mine.jsonl', own)}"]).data
+    _, counts = read_tokenized(replace(data, stop='"\n'), builder, None, split="all", limit=None)
+    assert counts.noted == {"answers that hold a character of data.stop, which ends an answer": 2}
 
 
 def test_the_same_word_in_every_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

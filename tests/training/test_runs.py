@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-import dataclasses
 import json
 import math
 import re
+import shutil
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -16,7 +17,7 @@ import pytest
 import torch
 import yaml
 from safetensors.torch import load_file
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from comb import CombForCausalLM
 from comb_training.cli import demonstration
@@ -24,7 +25,7 @@ from comb_training.config import config_from_dict, load_config, trained_config
 from comb_training.models import training_method
 from comb_training.nano import CHECKPOINT
 from comb_training.train import run_training
-from comb_training.trainer.checkpoints import CheckpointError
+from comb_training.trainer.checkpoints import CheckpointError, alone_in
 from tests.helpers.processes import wait_for
 from tests.helpers.training import TOKENIZER, invoke
 
@@ -116,6 +117,25 @@ def test_a_tracker_without_a_key_is_named_before_anything_is_answered(
     result = invoke("train", file_for(), f"train.report_to={trackers}")
     assert "train.report_to: wandb has no key that it can use (no key here)" in str(result.exception)
     login.assert_called_once_with()  # versions before 0.31 know no `prompt`
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize(
+    ("own", "message"),
+    [
+        ({"optimizer": {"type": "AdamW"}}, "leave out 'optimizer': a run has its own, as train.learning_rate"),
+        ({"scheduler": {"type": "WarmupLR", "params": {"warmup_num_steps": "auto"}}}, "leave out 'scheduler'"),
+        ({"train_batch_size": 16}, 'train_batch_size is 16 and the run has 4: write "auto" there'),
+    ],
+)
+def test_deepspeed_s_own_settings_are_refused_before_anything_is_answered(
+    file_for: Callable[..., str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, own: dict[str, Any], message: str
+) -> None:
+    pytest.importorskip("deepspeed")
+    monkeypatch.setenv("LOCAL_RANK", "0")
+    (tmp_path / "zero.json").write_text(json.dumps({"zero_optimization": {"stage": 2}, **own}))
+    result = invoke("train", file_for(), f"train.deepspeed={tmp_path / 'zero.json'}")
+    assert message in str(result.exception)
     assert not (tmp_path / "out").exists()
 
 
@@ -247,6 +267,46 @@ def test_train_then_eval_on_the_same_held_out_rows(
     assert "checkpoint-5 of an earlier run goes when this one writes its first" in caplog.text
 
 
+def test_eval_finds_the_rows_from_another_folder_and_says_that_they_are_others_now(
+    file_for: Callable[..., str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert invoke("train", file_for(answers="gold"), "data=data.jsonl", "--no-eval").exit_code == 0
+    assert str(tmp_path) not in (tmp_path / "out" / "training.json").read_text()
+    (tmp_path / "elsewhere").mkdir()
+    monkeypatch.chdir(tmp_path / "elsewhere")
+    asked = ("eval", str(tmp_path / "out"), "--methods", "none", "eval.max_new_tokens=2")
+    found = invoke(*asked)
+    assert found.exit_code == 0, found.output
+    assert "data isn't what it was" not in found.output
+    with (tmp_path / "data.jsonl").open("a") as file:  # the split is made anew
+        file.write('\n{"documents": ["New."], "query": "What is new?", "answer": "this"}\n')
+    assert "the data isn't what it was at the training" in invoke(*asked).output
+    assert "data isn't what it was" not in invoke(*asked, "--split", "all").output
+
+
+def test_one_run_at_a_time_writes_into_a_folder(config_for: Callable[..., Any], tmp_path: Path) -> None:
+    config = config_for(answers="gold")
+    with alone_in(tmp_path / "out"), pytest.raises(ValueError, match=r"another run is writing to .*out: wait for"):
+        run_training(config, progress=False)
+    assert list((tmp_path / "out").iterdir()) == []
+    run_training(config, progress=False)
+
+
+def test_a_pad_token_that_the_backbone_has_no_row_for_fills_no_rows(
+    config_for: Callable[..., Any], tiny: Path, tmp_path: Path
+) -> None:
+    shutil.copytree(tiny, tmp_path / "padded")
+    tokenizer = AutoTokenizer.from_pretrained(tiny)
+    rows = AutoModelForCausalLM.from_pretrained(tiny).get_input_embeddings().num_embeddings
+    tokenizer.add_tokens([f"<unused{n}>" for n in range(rows - len(tokenizer))])
+    tokenizer.add_special_tokens({"pad_token": "<pad!>"})
+    assert tokenizer.pad_token_id == rows
+    tokenizer.save_pretrained(tmp_path / "padded")
+    config = config_for()  # its own answers, over prompts of different lengths
+    run_training(replace(config, model=replace(config.model, backbone=str(tmp_path / "padded"))), progress=False)
+
+
 def test_commands_say_what_is_missing(file_for: Callable[..., str], tiny: Path, tmp_path: Path) -> None:
     for command, message in (
         (["eval", str(tiny)], "add data=FILE"), (["eval", str(tmp_path / "absent")], "absent is no folder here"),
@@ -261,7 +321,7 @@ def test_the_demo_trains_as_the_nano_recipe_does() -> None:
     recipe = load_config(Path(__file__).resolve().parents[2] / "configs" / "nano.yaml")
     ours = demonstration.demo_config(recipe.train.output_dir, recipe.train.steps, recipe.train.seed)
     assert (ours.data, ours.train) == (recipe.data, recipe.train)
-    assert dataclasses.replace(ours.model, device=recipe.model.device) == recipe.model
+    assert replace(ours.model, device=recipe.model.device) == recipe.model
 
 
 @pytest.mark.skipif(not (CHECKPOINT / "config.json").exists(), reason=f"needs the nano checkpoint at {CHECKPOINT}")
@@ -271,8 +331,8 @@ def test_demo_fails_when_the_encoder_has_learned_nothing(tmp_path: Path, monkeyp
 
     def small(*arguments: Any) -> Any:
         config = whole(*arguments)
-        data = dataclasses.replace(config.data, options={"scenes": 4, "questions": 4})
-        return dataclasses.replace(config, data=data, train=dataclasses.replace(config.train, steps=2))
+        data = replace(config.data, options={"scenes": 4, "questions": 4})
+        return replace(config, data=data, train=replace(config.train, steps=2))
 
     monkeypatch.setattr(demonstration, "demo_config", small)
     out = tmp_path / "demo"
@@ -330,7 +390,7 @@ def test_what_is_loaded_to_go_on_trains_and_the_backbone_is_frozen(
     config, adapter = config_for(), str(tmp_path / "adapter")
 
     def trained(**model: Any) -> set[str]:
-        changed = dataclasses.replace(config, model=dataclasses.replace(config.model, **model))
+        changed = replace(config, model=replace(config.model, **model))
         loaded = training_method("comb").load(changed)
         return {name for name, parameter in loaded.named_parameters() if parameter.requires_grad}
 
@@ -352,7 +412,7 @@ def test_what_is_loaded_to_go_on_trains_and_the_backbone_is_frozen(
 
 def test_an_adapter_is_saved_in_the_backbones_dtype(config_for: Callable[..., Any], tmp_path: Path) -> None:
     config = config_for(answers="gold", steps=2, save_steps=1)
-    config = dataclasses.replace(config, model=dataclasses.replace(config.model, dtype="bfloat16"))
+    config = replace(config, model=replace(config.model, dtype="bfloat16"))
     trained = run_training(config, progress=False).model
     out = Path(config.train.output_dir)
     # the master weights of a run that goes on are not rounded

@@ -287,6 +287,11 @@ def test_what_a_run_goes_on_with_has_to_be_its_own(tmp_path: Path, caplog: pytes
     other.train(tmp_path / "checkpoint-2")
     assert "other held-out questions" in caplog.text
     assert [row["step"] for row in evaluations(other)] == [3]  # none to compare it with
+    tuned = comb_model()
+    with torch.no_grad():
+        tuned.backbone.get_input_embeddings().weight.mul_(1.5)
+    with pytest.raises(ValueError, match="checkpoint-2 can't go on: the backbone's embedding differs"):
+        trainer(tuned, tmp_path, **config).train(tmp_path / "checkpoint-2")
     path = tmp_path / "checkpoint-2" / "trainer_state.json"
     state = json.loads(path.read_text())
     path.write_text(json.dumps(state | {"made_by": {"ranks": 2, "zero_stage": None}, "examples": "others"}))

@@ -31,11 +31,12 @@ from comb_training.answers import answer_prepared
 from comb_training.config import Config
 from comb_training.data.batches import TrainingExample, join_questions
 from comb_training.data.mixture import prompt_builder, read_examples
+from comb_training.data.sources import file_digests, with_whole_paths
 from comb_training.data.token_statistics import TokenStatistics, statistics_by_set
 from comb_training.models import training_method
 from comb_training.models.method import device_of
 from comb_training.trainer import distributed
-from comb_training.trainer.checkpoints import checkpoint_to_resume
+from comb_training.trainer.checkpoints import alone_in, checkpoint_to_resume
 from comb_training.trainer.prepare import PreparedRun, prepare, tokenized
 from comb_training.trainer.sampler import check_budgets
 from comb_training.trainer.trainer import CombTrainer
@@ -84,7 +85,7 @@ def run_training(
             ``auto`` for the newest.
 
     Raises:
-        ValueError: as `prepare` does, and for a checkpoint that isn't there.
+        ValueError: as `prepare` does, for a checkpoint that isn't there, and while another run writes into the folder.
         TrainingDivergedError: if the loss becomes NaN or infinite.
     """
     checkpoint = checkpoint_to_resume(config.train, resume)
@@ -92,6 +93,12 @@ def run_training(
     logger.info("data: %s", run.counts)
     if prepared is not None and distributed.is_main():
         prepared(run)
+    with alone_in(Path(config.train.output_dir)):
+        return _trained(run, checkpoint, progress)
+
+
+def _trained(run: PreparedRun, checkpoint: Path | None, progress: bool) -> TrainResult:
+    config = run.config
     heldout: Sequence[TrainingExample] = []
     scored: dict[str, int] = {}
     if config.eval.limit:  # measured before the first step, behind the last and, with `train.eval_steps`, in between
@@ -138,7 +145,8 @@ def run_training(
     begun = {"start": measured[0]} if comparable else {}
     record = {
         **environment(seed=config.train.seed),
-        "config": config.to_dict(),
+        "config": with_whole_paths(config),
+        "files": file_digests(config.data),
         "ranks": distributed.world_size(),
         "parameters": {"trainable": trainable, "all": total},
         "data": run.counts.to_dict(),

@@ -26,6 +26,7 @@ from comb_training.answers.engines import TransformersEngine, VllmEngine
 from comb_training.answers.store import AnswerSettings, AnswerStore, StoredAnswer
 from comb_training.data.batches import TrainingExample, by_documents, tokenize
 from comb_training.data.mixture import prompt_builder, read_examples
+from comb_training.models.method import padding_id
 from comb_training.trainer import distributed
 from comb_training.trainer.prepare import PreparedRun, prompt_limit
 
@@ -134,7 +135,7 @@ def answer_prepared(
                 resolve_name(name), stops, most, dtype=settings.dtype, max_model_len=longest, revision=revision,
                 options=engine_options,
             )  # fmt: skip
-        pad = int(tokenizer.pad_token_id if tokenizer.pad_token_id is not None else tokenizer.eos_token_id)
+        pad = padding_id(tokenizer, model)
         return TransformersEngine(model.to(run.model.device), pad, stops, most, batch_size=train.answer_batch_size)
 
     def decode(ids: Sequence[int]) -> str:

@@ -63,6 +63,7 @@ def evaluate(
     from comb.evaluation.record import check_writable, read_training
     from comb.hub.push import read_card
     from comb.methods import split_specs
+    from comb_training.data.sources import file_digests
     from comb_training.models.method import load_checkpoint
 
     if methods is not None:
@@ -76,13 +77,17 @@ def evaluate(
     if out is not None:
         check_writable(out.parent, out.name, out.with_suffix(".png").name)
         read_card(out.parent)  # of an adapter, whose card will show the results
+    trained = read_training(checkpoint) or {}
+    files = trained.get("files")  # nothing is known of older adapters'
+    if same and split == "heldout" and files is not None and not {*file_digests(settings.data)} <= {*files}:
+        console.print("[yellow]the data isn't what it was at the training: some of what is asked may be trained on[/]")
     model = load_checkpoint(checkpoint, settings)
     # what was trained with is in the adapter's own template
     arguments = settings.data.chat_template_kwargs
     tokenizer = load_tokenizer(checkpoint, model, chat_template_kwargs=arguments)
     show_evaluation(model, tokenizer, settings, out, split=split)
     if same:
-        show_heldout((read_training(checkpoint) or {}).get("heldout") or {})
+        show_heldout(trained.get("heldout") or {})
 
 
 def _asked_about(settings: Config, named: str | Sequence[Any]) -> tuple[Config, bool]:

@@ -253,7 +253,7 @@ class TrainConfig:
     bf16: StrictBool = False
     """Mixed precision (autocast to bfloat16); under DeepSpeed its own configuration decides."""
     deepspeed: str | None = None
-    """A DeepSpeed configuration (JSON), passed through as it is: see configs/deepspeed. Needs `torchrun`."""
+    """A DeepSpeed configuration (JSON) without optimizer and scheduler: see configs/deepspeed. Needs `torchrun`."""
     seed: Annotated[StrictInt, Field(ge=0, lt=2**32)] = 0
     """Initialisation of new weights, and the order of the data."""
     answers: Literal["on_policy", "gold"] = "on_policy"
@@ -282,6 +282,8 @@ class TrainConfig:
     def __post_init__(self) -> None:
         if self.steps is None and self.epochs is None and self.max_seconds is None:
             object.__setattr__(self, "epochs", 1.0)
+        if self.report_to == ("none",):  # as in transformers' TrainingArguments
+            object.__setattr__(self, "report_to", ())
         if self.ce_weight == self.kl_weight == 0:
             raise ValueError("train.ce_weight and train.kl_weight are both 0: there is nothing to learn")
         if self.teacher is not None and self.answers != "on_policy":

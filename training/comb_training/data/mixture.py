@@ -22,7 +22,7 @@ from fractions import Fraction
 from typing import Any
 
 from comb.documents.datasets import Counts
-from comb.documents.document import Example, PromptBuilder
+from comb.documents.document import Example, PromptBuilder, until_stop
 from comb.documents.splitting import create
 from comb_training.config import DataConfig
 from comb_training.data.batches import TOGETHER, TrainingExample, by_documents, fit_documents, tokenize
@@ -104,6 +104,8 @@ class ConfiguredSide:
         if "{title}" not in (data.document_template or "{title}"):
             titled = {document for example in examples for document in example.documents if document.title}
             counts.note("documents without their titles: data.document_template has no {title}", len(titled))
+        cut = sum(until_stop(example.answer, data.stop) != example.answer for example in examples)
+        counts.note("answers that hold a character of data.stop, which ends an answer", cut)
         limits = [limit for limit in (self.max_document_tokens, data.max_document_tokens) if limit is not None]
         splitter = create(data.splitter) if data.splitter is not None else None
         fitted = fit_documents(examples, self.builder, min(limits, default=None), counts, splitter)

@@ -3,14 +3,15 @@ command line has wrong is said at once."""
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from comb.documents.datasets import Counts, below, locate, read_dataset
+from comb.documents.datasets import Counts, below, datasets, locate, read_dataset
 from comb.documents.document import Example
-from comb_training.config import DataConfig, MixtureEntry
+from comb_training.config import Config, DataConfig, MixtureEntry
 from comb_training.data.records import on_hub
 
 
@@ -60,6 +61,30 @@ class Source:
         if on_hub(path) or on_hub(its_path):
             return str(path) == str(its_path)
         return Path(path).resolve() == Path(its_path).resolve()
+
+
+def with_whole_paths(config: Config) -> dict[str, Any]:
+    """The configuration as JSON, with paths of its rows that lead there from any folder."""
+    content = config.to_dict()
+    data = content["data"]
+
+    def whole(entry: dict[str, Any], *keys: str) -> dict[str, Any]:
+        named = {key: entry[key] for key in keys if entry[key] is not None and entry[key] not in datasets}
+        return entry | {key: str(Path(name).absolute()) for key, name in named.items() if Path(name).exists()}
+
+    keys = ("dataset", "path") if data["path"] is None else ("dataset",)  # else theirs are below that one
+    mixture = [whole(entry, *keys) for entry in data["mixture"]]
+    return content | {"data": whole(data, "dataset", "path") | {"mixture": mixture}}
+
+
+def file_digests(data: DataConfig) -> list[str]:
+    """What tells each file of rows from what it held before; of folders and sets on the Hub nothing does."""
+    found = []
+    for place in dict.fromkeys(locate(source.dataset, source.path)[1] for source in sources(data)):
+        if place is not None and Path(place).is_file():
+            with Path(place).open("rb") as file:
+                found.append(hashlib.file_digest(file, "sha256").hexdigest()[:16])
+    return found
 
 
 def sources(data: DataConfig) -> list[Source]:

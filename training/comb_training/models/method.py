@@ -136,6 +136,12 @@ def model_tokenizer(config: Config, model: Any) -> Any:
     return load_tokenizer(name, model, chat_template_kwargs=arguments)
 
 
+def padding_id(tokenizer: Any, backbone: Any) -> int:
+    """The token that fills rows: the tokenizer's, or the end token where `backbone` has no row for that one."""
+    pad, rows = tokenizer.pad_token_id, len(backbone.get_input_embeddings().weight)
+    return int(tokenizer.eos_token_id if pad is None or pad >= rows else pad)
+
+
 def set_threads(config: Config) -> None:
     """Applies `model.cpu_threads` to this process."""
     if config.model.cpu_threads is not None:

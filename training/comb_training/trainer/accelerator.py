@@ -113,7 +113,13 @@ def _deepspeed_settings(config: TrainConfig) -> dict[str, Any]:
     if find_spec("deepspeed") is None:
         raise ValueError("train.deepspeed: DeepSpeed is not installed (pip install 'comb-pic[train]')")
     settings = read_deepspeed(config)
+    if own := sorted({"optimizer", "scheduler"} & settings.keys()):
+        raise ValueError(
+            f"{config.deepspeed}: leave out {own[0]!r}: a run has its own, as train.learning_rate, weight_decay and "
+            "warmup say"
+        )
     for name, value in (
+        ("train_batch_size", config.batch_size * config.gradient_accumulation_steps * distributed.world_size()),
         ("train_micro_batch_size_per_gpu", config.batch_size),
         ("gradient_accumulation_steps", config.gradient_accumulation_steps),
         ("gradient_clipping", config.max_grad_norm),

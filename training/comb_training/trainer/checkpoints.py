@@ -6,8 +6,10 @@ seconds of optimisation, records of the log.
 
 from __future__ import annotations
 
+import fcntl
 import json
 import logging
+import os
 import re
 import shutil
 from collections.abc import Iterator, Mapping
@@ -93,6 +95,25 @@ def checkpoint_to_resume(train: TrainConfig, resume: str | Path | None) -> Path 
         logger.warning("--resume auto: %s is of an earlier run, and the last one left none: it begins again", found[-1])
         return None
     return found[-1]
+
+
+@contextmanager
+def alone_in(folder: Path) -> Iterator[None]:
+    """Keeps other runs out of a run's folder, whose files would be of both. Raises ValueError if one is in it."""
+    folder.mkdir(parents=True, exist_ok=True)
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        if distributed.is_main():
+            with suppress(OSError):  # a file system without locks
+                try:
+                    fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                except BlockingIOError:
+                    raise ValueError(
+                        f"train.output_dir: another run is writing to {folder}: wait for its end, or choose another"
+                    ) from None
+        yield
+    finally:
+        os.close(descriptor)
 
 
 @contextmanager

@@ -20,11 +20,14 @@ from accelerate.utils import send_to_device
 from torch import Tensor, nn
 from transformers import set_seed
 from transformers.trainer import OPTIMIZER_NAME, TRAINER_STATE_NAME
+from transformers.utils import CONFIG_NAME
 
+from comb.backbones.adapter import check_fingerprint
 from comb.model.adapter import floating
 from comb_training.config import TrainConfig
 from comb_training.data.batches import IGNORED, TrainingExample
 from comb_training.models import training_method
+from comb_training.models.method import padding_id
 from comb_training.trainer import distributed
 from comb_training.trainer.accelerator import (
     load_engine,
@@ -91,9 +94,10 @@ class CombTrainer:
             )  # fmt: skip
         steps = total_steps(config, self.sampler.steps_per_epoch)
         self.schedule = LearningRateSchedule(steps, config.max_seconds, config.warmup)
-        pad = tokenizer.pad_token_id if tokenizer.pad_token_id is not None else tokenizer.eos_token_id
         self.collate = self.method.collator(
-            int(pad), full_prompts=config.kl_weight > 0, exact_prefix=getattr(model.config, "exact_prefix", False)
+            padding_id(tokenizer, model.backbone),
+            full_prompts=config.kl_weight > 0,
+            exact_prefix=getattr(model.config, "exact_prefix", False),
         )
         self.accelerator = make_accelerator(config, use_cpu=use_cpu)
         plugin = self.accelerator.state.deepspeed_plugin
@@ -332,6 +336,15 @@ class CombTrainer:
                 f"{folder} was made by {_processes(**made_by)}, and this run is {_processes(**self._made_by)}: resume "
                 "with as many processes, and as DeepSpeed was then"
             )
+        with reading(folder, CONFIG_NAME):
+            adapter = json.loads((folder / CONFIG_NAME).read_text(encoding="utf-8"))
+        if adapter.get("backbone_fingerprint") is not None:
+            try:  # what it has learned, and its scores, would be of other weights
+                check_fingerprint(
+                    self.model.backbone, adapter["backbone_fingerprint"], adapter["backbone_name_or_path"]
+                )
+            except ValueError as error:
+                raise ValueError(f"{folder} can't go on: {error}") from error
         if state.get("examples", self._data["examples"]) != self._data["examples"]:
             logger.warning("%s is of a run over other examples: some may be trained on more often than others", folder)
         if state.get("heldout", self._data["heldout"]) != self._data["heldout"]:
