@@ -65,7 +65,11 @@ class DiskTier(Tier[Any]):
 
     def found(self) -> list[StoreEntry]:
         """What is there, the one whose use is longest ago first."""
-        files = [(path.stat(), path.name) for path in self.folder.iterdir() if path.name.endswith(SUFFIX)]
+        files = []
+        for path in self.folder.iterdir():
+            if path.name.endswith(SUFFIX):
+                with suppress(OSError):  # a link to nothing, or gone since it was listed
+                    files.append((path.stat(), path.name))
         files.sort(key=lambda file: (file[0].st_mtime, file[1]))
         return [IndexEntry(name.removesuffix(SUFFIX), stat.st_size, None, tier="disk") for stat, name in files]
 

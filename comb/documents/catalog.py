@@ -39,15 +39,15 @@ class _CatalogEntry:
     segments: tuple[KeyedSegment, ...]
     pin: bool
     expires_at: float | None
-    pinned: set[str] = field(default_factory=set)  # keys whose pins the store has
+    pinned: dict[tuple[int, ...], str] = field(default_factory=dict)  # by a part's tokens, whose pin the store has
 
     @property
     def id(self) -> str:
         return self.segments[0].id
 
     @cached_property
-    def keys(self) -> frozenset[str]:
-        return frozenset(segment.key for segment in self.segments)
+    def keys(self) -> set[str]:
+        return {segment.key for segment in self.segments}  # later also those of other weights
 
     @property
     def token_ids(self) -> tuple[int, ...]:
@@ -102,10 +102,23 @@ class DocumentCatalog:
         with self._lock:
             before = self._entries.get(entry.id)
             self._entries[entry.id] = entry
-            for key in entry.keys:
-                self._follow(entry, key)
+            for segment in entry.segments:
+                self._follow(entry, segment)
             if before is not None:
                 self._unpin(before)
+                entry.keys.update(before.keys)
+
+    def follow(self, segments: Sequence[KeyedSegment]) -> None:
+        """Gives PICaches that were compiled again (evicted, or of other weights) the time and the pins of their ids."""
+        new = {segment.key: segment for segment in segments}
+        with self._lock:
+            for segment in segments:
+                entry = self._entries.get(segment.id)
+                if entry is not None and any(segment.token_ids == each.token_ids for each in entry.segments):
+                    entry.keys.add(segment.key)
+            known = [(entry, new[key]) for entry in self._entries.values() for key in entry.keys if key in new]
+            for entry, segment in known:
+                self._follow(entry, segment)
 
     def unpinned(self, segments: Iterable[KeyedSegment]) -> list[KeyedSegment]:
         """Those of pinned documents that the store had nothing of when they were added."""
@@ -113,7 +126,7 @@ class DocumentCatalog:
         with self._lock:
             for segment in segments:
                 entry = self._entries.get(segment.id)
-                if entry is not None and entry.pin and segment.key in entry.keys - entry.pinned:
+                if entry is not None and entry.pin and segment.key in entry.keys.difference(entry.pinned.values()):
                     found.append(segment)
         return found
 
@@ -122,7 +135,7 @@ class DocumentCatalog:
         with self._lock:
             self._forget_expired()
             if (entry := self._entries.get(segment.id)) is not None:
-                self._follow(entry, segment.key)
+                self._follow(entry, segment)
 
     def find(self, ids: Iterable[str]) -> list[KeyedSegment]:
         """The segments of `ids`, in order. Raises UnknownDocumentError naming the first that isn't here."""
@@ -140,16 +153,18 @@ class DocumentCatalog:
         with self._lock:
             self._drop(self._find(ids))
 
-    def _follow(self, entry: _CatalogEntry, key: str) -> None:
+    def _follow(self, entry: _CatalogEntry, segment: KeyedSegment) -> None:
         """Gives the store's PICache the time of its ids, and the pin of this one."""
-        left = None
+        left, key, before = None, segment.key, entry.pinned.get(segment.token_ids)
         if entry.expires_at is not None:  # who stays for ever needn't be compared with all others
             ends, now = [each.expires_at for each in self._entries.values() if key in each.keys], self.clock()
             if None not in ends:  # a store takes no time that has just ended
                 left = max(1e-3, *(end - now for end in ends if end is not None))
         self.store.set_expiry(key, left)
-        if entry.pin and key not in entry.pinned and self.store.pin(key):
-            entry.pinned.add(key)
+        if entry.pin and key != before and self.store.pin(key):
+            entry.pinned[segment.token_ids] = key
+            if before is not None:  # of other weights: else each change of theirs would leave one that stays
+                self.store.unpin(before)
 
     def _find(self, ids: Iterable[str]) -> list[_CatalogEntry]:
         if isinstance(ids, str):
@@ -183,5 +198,5 @@ class DocumentCatalog:
             self.store.remove(key)
 
     def _unpin(self, entry: _CatalogEntry) -> None:
-        for key in entry.pinned:
+        for key in entry.pinned.values():
             self.store.unpin(key)

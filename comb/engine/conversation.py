@@ -5,7 +5,8 @@ from __future__ import annotations
 import secrets
 import threading
 import time
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -14,11 +15,11 @@ from comb.documents.catalog import KeyedSegment
 from comb.documents.document import DocumentLike, Prompt
 from comb.documents.messages import Generated, Message, referenced_documents
 from comb.documents.rendering import renders_chats
-from comb.engine.decoding import AnswerStream, check_stream, check_wanted
+from comb.engine.decoding import AnswerStream, answer_text, check_stream, check_wanted
 from comb.engine.report import Answer, document_reports
 from comb.engine.steps import AnswerSteps
 from comb.methods.base import Method
-from comb.methods.decode_state import PastState, SegmentUse, common_length, past_state_behind
+from comb.methods.decode_state import PastState, SegmentUse, common_length, past_state_behind, why_not_behind
 
 RunTurn = Callable[[Any, threading.Event | None], Answer]
 """Makes the answer, given a streamer (or None) and the event that tells it to stop (or None)."""
@@ -73,6 +74,7 @@ class Conversation:
         self._engine, self._encoder, self._remember = engine, encoder, remember
         first = engine.segments_of(documents, document_ids)
         self._lock = threading.Lock()
+        self._thread: threading.Thread | None = None  # that is inside a turn
         given = tuple(dict(message) for message in messages)
         named = referenced_documents(given)
         segments = {name: engine.segments_of((), [name]) for name in (*named.before, *named.after)}
@@ -95,7 +97,8 @@ class Conversation:
 
     def release(self) -> None:
         """Gives the cache's memory back; the next turn is linked from its start."""
-        with self._lock:
+        self._wait()
+        with self._turn():
             self._history = replace(self._history, past=None)
 
     def ask(
@@ -111,7 +114,8 @@ class Conversation:
         Args:
             documents, document_ids: new ones, in front of this question; those of earlier turns stay.
         """
-        with self._lock, one_walk():
+        self._wait()
+        with self._turn():
             return self._next(question, documents, document_ids, generate_kwargs)(None, None)
 
     def stream(
@@ -127,21 +131,38 @@ class Conversation:
         Closing the stream before that drops the turn; behind it, `stream.answer` is there whether or not it was read.
         """
         check_stream(generate_kwargs, self._engine.method.backbone)
-        self._lock.acquire()
+        self._wait()
         try:
             answer = self._next(question, documents, document_ids, generate_kwargs)
 
             def work(streamer: Any, stop: threading.Event) -> Answer:
-                try:
-                    with one_walk():
-                        return answer(streamer, stop)
-                finally:
-                    self._lock.release()
+                with self._turn():
+                    return answer(streamer, stop)
 
             return AnswerStream(work, self._engine.tokenizer)
         except BaseException:  # the worker hasn't started
             self._lock.release()
             raise
+
+    def _wait(self) -> None:
+        """Takes the lock once the turn before has ended. Raises RuntimeError within that turn."""
+        if self._thread is threading.current_thread():
+            raise RuntimeError(
+                "this thread is inside a turn of this conversation, and would wait for itself: ask, stream or release "
+                "when that turn has ended, not from its streamer, its logits processors or remember="
+            )
+        self._lock.acquire()
+
+    @contextmanager
+    def _turn(self) -> Iterator[None]:
+        """What this thread does with the lock, which is given back at the end."""
+        self._thread = threading.current_thread()
+        try:
+            with one_walk():
+                yield
+        finally:
+            self._thread = None
+            self._lock.release()
 
     def _next(
         self,
@@ -170,7 +191,7 @@ class Conversation:
             method = engine.method_of(on)
             stamp = id(method), method.fingerprint, identity_of(method.model).number
             keys = tuple(segment.key for segment in segments)
-            past, inside, rest, reason = _beginning(now, method, stamp, keys, prompt)
+            past, inside, rest, reason = _beginning(now, method, stamp, keys, prompt, settings)
             given = settings if streamer is None else {**settings, "streamer": streamer}
             ((found, state, sequences, cache),) = engine.answers(
                 [(segments[inside:], rest)], given, start, stop, encoder=on, past=past
@@ -184,7 +205,10 @@ class Conversation:
                 relinked=reason,
             )
             text = found.text if self._remember is None else self._remember(found.text)
-            ended = found.token_ids[-1] in (settings["eos_token_id"] or ())
+            last, tags = found.token_ids[-1:], getattr(engine.tokenizer, "added_tokens_decoder", {})
+            # a tag behind the answer is the template's business; a word that ends it is a part of it
+            word = last[0] not in tags and answer_text(engine.tokenizer, last)
+            ended = last[0] in (settings["eos_token_id"] or ()) and not word
             ids = found.token_ids[:-1] if ended else found.token_ids
             # special tokens included: thinking may stand between some, and a template drops it by them
             whole = engine.tokenizer.decode(ids, clean_up_tokenization_spaces=False)
@@ -204,7 +228,7 @@ class Conversation:
 
 
 def _beginning(
-    now: _History, method: Method, stamp: Hashable, keys: tuple[str, ...], prompt: Prompt
+    now: _History, method: Method, stamp: Hashable, keys: tuple[str, ...], prompt: Prompt, settings: Mapping[str, Any]
 ) -> tuple[PastState | None, int, Prompt, str]:
     """Where a turn begins: the past that `prompt` goes on from, the segments in there, what is left to be linked.
 
@@ -224,7 +248,7 @@ def _beginning(
         # the past was computed without them
         reason = "there are new documents, and every token of the conversation reads all documents"
     else:
-        reason = method.why_not_continue()
+        reason = method.why_not_continue() or why_not_behind(method.model, settings)
     if past is None or reason:
         return None, 0, prompt, reason
     token_ids = prompt.flat if inside else prompt.bare

@@ -58,7 +58,9 @@ def decoding_settings(arguments: Mapping[str, Any], backbone: Any, tokenizer: An
             f"num_return_sequences={sequences}: the engine gives one answer per question; use ask_batch with the "
             "question repeated"
         )
-    sampling = [key for key in _SAMPLING if settings.get(key) is not None]
+    # beside penalty_alpha, top_k is contrastive search's, of which transformers says what became
+    names = [key for key in _SAMPLING if key != "top_k" or not settings.get("penalty_alpha")]
+    sampling = [key for key in names if settings.get(key) is not None]
     temperature, sample = settings.get("temperature"), settings.get("do_sample")
     # NaN fails this comparison too
     if temperature is not None and not 0 <= temperature < math.inf:
@@ -72,7 +74,7 @@ def decoding_settings(arguments: Mapping[str, Any], backbone: Any, tokenizer: An
     settings["do_sample"] = sample
     if not sample:
         # None also overrides sampling parameters in the model's own generation_config
-        settings.update(dict.fromkeys(_SAMPLING))
+        settings.update(dict.fromkeys(names))
     own = backbone.generation_config
     eos = _first(settings.get("eos_token_id"), own.eos_token_id, tokenizer.eos_token_id)
     pad = _first(settings.get("pad_token_id"), own.pad_token_id, tokenizer.pad_token_id)
@@ -113,16 +115,13 @@ def with_length(settings: Mapping[str, Any], backbone: Any, prompt_tokens: int, 
     return {**settings, "max_new_tokens": wanted}
 
 
-def trim(token_ids: list[int], settings: Mapping[str, Any], rows: int) -> tuple[int, ...]:
-    """One row's new tokens up to and including its end token, without what pads it to the batch's longest row."""
+def trim(token_ids: list[int], settings: Mapping[str, Any]) -> tuple[int, ...]:
+    """One row's new tokens up to and including its end token, behind which a batch is padded."""
     ends = settings["eos_token_id"] or ()
     for position, token in enumerate(token_ids):
         if token in ends:
             return tuple(token_ids[: position + 1])
-    end = len(token_ids)
-    while rows > 1 and end > 1 and token_ids[end - 1] == settings["pad_token_id"]:
-        end -= 1
-    return tuple(token_ids[:end])
+    return tuple(token_ids)
 
 
 def check_stream(arguments: Mapping[str, Any], backbone: Any) -> None:

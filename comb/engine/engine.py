@@ -229,7 +229,8 @@ class PICEngine(AnswerSteps):
         """Answers in the order of `requests`, which may have different numbers of documents, or none.
 
         All documents that are not in the store are compiled in one call. Methods with `link_batch` (``comb``, ``full``)
-        decode all rows in one left-padded batch, the others row by row.
+        decode rows behind each other that have equal room for answers in one left-padded batch; the others, and where
+        `stop_strings` or `stopping_criteria` may end rows, go row by row.
         """
         start, on = time.perf_counter(), self.with_encoder(encoder)
         with one_walk():

@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from hashlib import sha256
-from itertools import accumulate
+from itertools import accumulate, groupby
 from typing import Any
 
 from torch import Tensor
@@ -207,6 +207,7 @@ class AnswerSteps:
                     share = round(passed.tokens * end / ends[-1])
                     compiled[key], done = share - done, share
                 held.add(picaches)
+                self.catalog.follow(new)
             yield held, compiled
 
     @contextmanager
@@ -243,7 +244,7 @@ class AnswerSteps:
         encoder: bool,
         past: PastState | None = None,
     ) -> Iterator[tuple[Answer, DecodeState, Tensor, Cache | None]]:
-        """Answers in order, in one batch where the method links batches, else one by one.
+        """Answers in order, in batches where each row's is what it would be alone, else one by one.
 
         Args:
             questions: as `prepare` makes them.
@@ -263,12 +264,22 @@ class AnswerSteps:
         """
         check_wanted(stop)
         method = self.method_of(encoder)
+
+        def most(question: tuple[Sequence[KeyedSegment], Prompt]) -> int:
+            tokens = len(question[1].bare if method.uses_encoder else question[1].flat)
+            return int(with_length(settings, method.backbone, tokens, method.max_prompt_tokens)["max_new_tokens"])
+
+        batches = [[question] for question in questions]
+        # of a row that something else ends than a token, nobody can tell the last tokens from padding
+        stops = settings.get("stop_strings") or method.backbone.generation_config.stop_strings
         # what a batch takes is asked of the model only where there is one: the answer is a walk over its weights
-        size = len(questions) if len(questions) > 1 and method.batches else 1
+        if len(questions) > 1 and not (stops or settings.get("stopping_criteria")) and method.batches:
+            # of a batch, the longest prompt would say how many tokens there are for all
+            batches = [list(rows) for _, rows in groupby(questions, most)]
         every = [segment for segments, _ in questions for segment in segments]
         with self.acquired(every, encoder=encoder) as (references, compiled):
-            for first in range(0, len(questions), size):
-                batch, timer = questions[first : first + size], FirstTokenTimer(start, stop)
+            for batch in batches:
+                timer = FirstTokenTimer(start, stop)
                 check_wanted(stop)
                 with self.linked(batch, references, encoder=encoder, past=past) as (state, session):
                     check_wanted(stop)
@@ -276,7 +287,7 @@ class AnswerSteps:
                     arguments = with_length(settings, method.backbone, length, method.max_prompt_tokens)
                     arguments["stopping_criteria"] = [*(arguments.get("stopping_criteria") or ()), timer]
                     sequences, cache = state.generate_with_cache(**arguments)
-                    new = [trim(row[length:].tolist(), arguments, len(sequences)) for row in sequences]
+                    new = [trim(row[length:].tolist(), arguments) for row in sequences]
                     total_s = time.perf_counter() - start
                     mac = None if session is None else session.report()
                 for row, (segments, _) in enumerate(batch):

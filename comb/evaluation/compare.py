@@ -92,7 +92,7 @@ def compare(
             if room is None or setting.prompt_tokens(example) + rules.max_new_tokens <= room:
                 with linked(reference, *setting.request("full", example)) as (state, facts):
                     token_ids, logits = state.generate_with_logits(**settings)
-                own = trim(token_ids, settings, 1)
+                own = trim(token_ids, settings)
                 expected = ReferenceAnswer(own, logits, logits.argmax(-1).tolist() == list(own), facts)
             without += expected is None
             if not warm:  # a prefix is kept for all methods, and the first one would count it
@@ -177,7 +177,7 @@ def _row(
                 token_ids = expected.token_ids
         if answered:
             if token_ids is None:
-                token_ids = trim(state.generate_with_logits(**settings)[0], settings, 1)
+                token_ids = trim(state.generate_with_logits(**settings)[0], settings)
             row["text"] = rules.text(engine, token_ids)
     return row
 

@@ -185,24 +185,18 @@ class DecodeState:
         if self.past_key_values is not None:
             past = fork_cache(self.past_key_values)
             generate_kwargs[cache_argument(self.model, past)] = past
-            unlike = ["assistant_model", "prompt_lookup_num_tokens", "custom_generate"]
-            unlike += ["adapter_names", "alora_offsets"]  # of peft: they would hold for the tokens from here on alone
-            for name in unlike:
-                if self._setting(name, generate_kwargs) is not None:
-                    raise ValueError(
-                        f"generate({name}=...) doesn't go on from a linked cache as plain decoding does, so the answer "
-                        "would be another one: leave it out, or use method='full'"
-                    )
+            if reason := why_not_behind(self.model, generate_kwargs):
+                raise ValueError(f"{reason}, so the answer would be another one: leave it out, or use method='full'")
             # with a kind of cache of its own `generate` would not go on from the one it is given
             generate_kwargs["cache_implementation"] = None
             # `generate` copies the prompt's tokens for every beam, but not a cache that it was given
             names = ("num_beams", "num_return_sequences")
-            copies = max(int(self._setting(name, generate_kwargs) or 1) for name in names)
+            copies = max(int(_setting(self.model, name, generate_kwargs) or 1) for name in names)
             if copies > 1:
                 repeat_rows(past, copies)
         if self.documents is not None:
             generate_kwargs |= {"documents": self.documents, "prefix_tokens": self.prefixes}
-        chunks = self._setting("prefill_chunk_size", generate_kwargs) is not None
+        chunks = _setting(self.model, "prefill_chunk_size", generate_kwargs) is not None
         if past is not None or self.prefixes is not None or (chunks and pass_size(backbone_of(self.model)) is not None):
             # `generate` takes chunks of the whole prompt, also behind a cache that holds it (transformers 5.19); and
             # some scans begin anew with each
@@ -221,14 +215,6 @@ class DecodeState:
                 generate_kwargs = {**configuration.update(**generate_kwargs), "generation_config": configuration}
             return self.model.generate(self.input_ids, attention_mask=self.attention_mask, **generate_kwargs)
 
-    def _setting(self, name: str, generate_kwargs: dict[str, Any]) -> Any:
-        """What `generate` will take for a setting: its argument, the configuration given, or the model's own."""
-        own = getattr(self.model, "generation_config", None)
-        for source in (generate_kwargs, vars(generate_kwargs.get("generation_config") or own or object)):
-            if source.get(name) is not None:
-                return source[name]
-        return None
-
     def _check_crossing(self, generate_kwargs: dict[str, Any]) -> None:
         """Raises ValueError where `generate` would forget the prompt."""
         # Phi-3 gives up its cache at the limit of its rotary embedding, and transformers then goes on from the last
@@ -237,8 +223,8 @@ class DecodeState:
         if limit is None:
             return
         covered = self.covered
-        new = self._setting("max_new_tokens", generate_kwargs)
-        end = tokens + new - 1 if new is not None else self._setting("max_length", generate_kwargs) or limit + 2
+        new = _setting(self.model, "max_new_tokens", generate_kwargs)
+        end = tokens + new - 1 if new is not None else _setting(self.model, "max_length", generate_kwargs) or limit + 2
         if covered and drops_cache(self.model, tokens, covered):
             raise ValueError(
                 f"{type(self.model).__name__} drops a cache of {covered} tokens in a prompt of {tokens}, since its "
@@ -315,6 +301,25 @@ def past_state_behind(token_ids: Sequence[int], cache: Cache | None) -> PastStat
         rows = {len(tensor) for tensor in held if tensor is not None}
     length = int(cache.get_seq_length()) if rows == {1} else 0
     return PastState(tuple(token_ids[:length]), cache) if 0 < length < len(token_ids) else None
+
+
+def _setting(model: Any, name: str, generate_kwargs: Mapping[str, Any]) -> Any:
+    """What `generate` will take for a setting: its argument, the configuration given, or the model's own."""
+    own = getattr(model, "generation_config", None)
+    for source in (generate_kwargs, vars(generate_kwargs.get("generation_config") or own or object)):
+        if source.get(name) is not None:
+            return source[name]
+    return None
+
+
+def why_not_behind(model: Any, generate_kwargs: Mapping[str, Any]) -> str:
+    """Why ``generate`` doesn't go on from a cache as from the tokens in it; empty if it does."""
+    unlike = ["assistant_model", "prompt_lookup_num_tokens", "custom_generate"]
+    unlike += ["adapter_names", "alora_offsets"]  # of peft: they would hold for the tokens from here on alone
+    for name in unlike:
+        if _setting(model, name, generate_kwargs) is not None:
+            return f"generate({name}=...) doesn't go on from a linked cache as plain decoding does"
+    return ""
 
 
 def why_not_continue(model: Any) -> str:

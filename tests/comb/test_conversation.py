@@ -327,6 +327,36 @@ def test_conversations_side_by_side(family: str, method: str) -> None:
     assert chat.relinked == 0
 
 
+@pytest.mark.parametrize("call", [lambda chat: asked(chat, "Why?"), lambda chat: chat.stream(""), Conversation.release])
+@pytest.mark.parametrize("how", ["ask", "stream", "remember"])
+def test_a_turn_that_calls_its_own_conversation_is_refused(how: str, call: Callable[[Conversation], Any]) -> None:
+    calls = [call]
+
+    def remember(text: str) -> str:
+        while how == "remember" and calls:
+            calls.pop()(chat)
+        return text
+
+    engine = engine_of("llama", "naive")
+    chat, other = engine.conversation([MILL], remember=remember), engine.conversation([CITY])
+    at = {} if how == "remember" else {"step_1": lambda: asked(other, "Why?"), "step_2": lambda: call(chat)}
+
+    def turns() -> None:
+        for scores in (Scores(**at), Scores()):
+            settings = {"max_new_tokens": NEW, "min_new_tokens": NEW, "logits_processor": [scores]}
+            try:
+                "".join(chat.stream("When?", **settings)) if how == "stream" else chat.ask("When?", **settings)
+            except RuntimeError as refused:
+                said.append(str(refused))
+
+    said: list[str] = []
+    thread = threading.Thread(target=turns, daemon=True)  # which would be left waiting for itself
+    thread.start()
+    thread.join(60)
+    assert ["inside a turn of this conversation" in each for each in said] == [True]
+    assert len(chat.messages) == 2  # of the second
+
+
 @pytest.mark.parametrize(("family", "method"), [("qwen3_next", "hypic:4"), ("llama", "legolink:2"), ("llama", "full")])
 def test_only_the_last_turn_is_held(family: str, method: str) -> None:
     engine = engine_of(family, method)
@@ -363,6 +393,27 @@ def test_an_answer_that_leaves_no_cache(method: str, settings: dict[str, Any]) -
     assert ("left no cache" in answer.report.relinked) == (method == "full")
 
 
+@pytest.mark.parametrize("own", [False, True])
+def test_a_turn_that_cannot_be_decoded_behind_a_cache_is_linked_from_its_start(
+    own: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine = engine_of("llama", "full")
+    chat, anew = engine.conversation([MILL]), engine.conversation([MILL])
+    for conversation in (chat, anew):
+        conversation.ask("When?", max_new_tokens=NEW)
+    with monkeypatch.context() as patch:
+        patch.setattr(engine.model.generation_config, "prompt_lookup_num_tokens", 3 if own else None)
+        given = {} if own else {"prompt_lookup_num_tokens": 3}
+        answer = chat.ask("Where to?", [CITY], max_new_tokens=NEW, **given)
+    assert "prompt_lookup_num_tokens" in answer.report.relinked
+    anew.release()
+    assert answer.token_ids == anew.ask("Where to?", [CITY], max_new_tokens=NEW).token_ids
+    last, logits = asked(chat, "Why?")
+    anew.release()
+    assert error(logits, asked(anew, "Why?")[1]) < EXACT
+    assert last.report.continued_tokens > 0
+
+
 def test_new_documents_with_an_encoder_are_read_by_all_turns() -> None:
     engine = engine_of("llama", "comb")
     chat = engine.conversation([MILL], remember=lambda text: "It did.")
@@ -388,6 +439,16 @@ def test_an_answer_that_ends_by_itself(family: str, method: str) -> None:
     assert answer.report.continued_tokens == first.report.prompt_tokens + 3
     # <|end|><|user|>Where to?<|assistant|> behind it: no end token twice
     assert answer.report.prompt_tokens == answer.report.continued_tokens + len("<>") + 1 + len("Where to?")
+
+
+def test_a_word_that_ends_an_answer_stays_in_it() -> None:
+    engine = engine_of("llama", "full")
+    (comma,) = engine.tokenizer.encode(",")
+    said, ends = [*engine.tokenizer.encode("Yes"), comma], [engine.tokenizer.eos_token_id, comma]
+    _, first, answer = second_turn(engine, says=said, max_new_tokens=9, eos_token_id=ends)
+    assert first.text == "Yes,"
+    assert answer.report.continued_tokens == first.report.prompt_tokens + len("Yes")
+    assert answer.report.prompt_tokens == answer.report.continued_tokens + len(",") + len("<><") + len("Where to?")
 
 
 def test_a_conversation_notices_other_weights_and_methods() -> None:

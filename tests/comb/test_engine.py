@@ -149,6 +149,39 @@ def test_rows_that_end_early_are_cut_at_their_end(backbone: LlamaForCausalLM, to
     assert answers[1].token_ids == free[1].token_ids
 
 
+@pytest.mark.parametrize("method", ["comb", "full"])
+@pytest.mark.parametrize("settings", [{}, {"max_length": 200}])
+def test_a_long_prompt_shortens_no_others_answer(
+    comb_model: CombForCausalLM, tokenizer: Any, method: str, settings: dict[str, int]
+) -> None:
+    engine = PICEngine(comb_model, tokenizer, method=method)
+    rows = [("a", [LAKE]), ("b", [CITY]), ("x" * (100 if settings else 450), [LAKE])]
+    expected = [engine.ask(*row, **settings) for row in rows]
+    assert len(expected[0].token_ids) > len(expected[2].token_ids)
+    assert [answer.token_ids for answer in engine.ask_batch(rows, **settings)] == [one.token_ids for one in expected]
+
+
+@pytest.mark.parametrize("settings", [{"eos_token_id": []}, {}, {"stop_strings": ["b"]}])
+@pytest.mark.parametrize("method", ["comb", "full"])
+def test_what_looks_like_padding_is_kept_where_said(method: str, settings: dict[str, Any], tokenizer: Any) -> None:
+    engine = PICEngine(make_comb(), tokenizer, method=method)
+    a, b, pad = tokenizer.encode("ab!")
+    settings = {"pad_token_id": pad, "max_new_tokens": 4, **settings}
+    says = {"q": [a, a, pad, pad], "r": [a, b, pad, a]}
+
+    def say(ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+        for row, own in enumerate(ids.tolist()):
+            asked = next(at for at in range(len(own), 0, -1) if tokenizer.decode(own[at - 1]) in says)
+            scores[row] = torch.full_like(scores[row], -torch.inf)
+            scores[row, says[tokenizer.decode(own[asked - 1])][len(own) - asked]] = 0
+        return scores
+
+    rows = [("q", [LAKE]), ("r", [])]
+    expected = [engine.ask(*row, logits_processor=[say], **settings).token_ids for row in rows]
+    assert expected == [(a, a, pad, pad), (a, b) if "stop_strings" in settings else (a, b, pad, a)]
+    assert [each.token_ids for each in engine.ask_batch(rows, logits_processor=[say], **settings)] == expected
+
+
 def test_eight_threads_get_their_own_answers(comb_model: CombForCausalLM, tokenizer: Any) -> None:
     requests = [
         (f"Question {n}?", [f"Fact {n} is {n * n}.", LAKE][: n % 3], n % 4 != 3, ("comb", "full", "prefix")[n % 3])
@@ -341,6 +374,49 @@ def test_expiry_follows_the_last_call(comb_model: CombForCausalLM, tokenizer: An
     now[0] = 70.0
     assert states(engine.ask("Where?", [LAKE], max_new_tokens=1)) == ["hit"]
     check_store(store)
+
+
+@pytest.mark.parametrize("again", ["evicted", "evicted, by its text", "other weights"])
+def test_what_is_compiled_again_keeps_the_time_of_its_id(again: str, tokenizer: Any, tmp_path: Path) -> None:
+    now, model = [0.0], make_backbone()
+    room = PICEngine(model, tokenizer, method="naive").ask(QUESTION, [LAKE], max_new_tokens=1).report.cache_bytes
+    store = PICacheStore(device_bytes=room, disk_path=tmp_path, clock=lambda: now[0])
+    engine = PICEngine(model, tokenizer, method="naive", store=store)
+    engine.catalog.clock = store._index.clock
+    ids = engine.add_documents([Document(LAKE, id="lake")], ttl=60)
+    if again == "other weights":
+        with torch.no_grad():
+            model.model.layers[0].mlp.down_proj.weight.mul_(1.5)
+    else:
+        engine.ask(QUESTION, [CITY], max_new_tokens=1)
+    asked = {"documents": [LAKE]} if again.endswith("text") else {"document_ids": ids}
+    assert states(engine.ask(QUESTION, **asked, max_new_tokens=1)) == ["compiled"]
+    (segment,) = engine.segments_of([LAKE])
+    assert store.lookup(segment.key) == "device"
+    store.flush()
+    assert segment.key not in str(list(tmp_path.iterdir()))
+    now[0] = 61.0
+    assert store.lookup(segment.key) is None
+
+
+def test_other_weights_keep_pins_and_removals(tokenizer: Any) -> None:
+    model = make_backbone()
+    engine = PICEngine(model, tokenizer, method="naive", splitter="fixed:9")
+    ids = engine.add_documents([Document(LAKE, id="lake")], pin=True)
+    keys = [segment.key for segment in engine.segments_of(document_ids=ids)]
+    assert engine.store.stats().pinned == len(keys) > 1
+    for _ in range(2):
+        with torch.no_grad():
+            model.model.layers[0].mlp.down_proj.weight.mul_(1.5)
+        engine.ask(QUESTION, document_ids=ids, max_new_tokens=1)
+        now = [segment.key for segment in engine.segments_of(document_ids=ids)]
+        assert set(engine.store._index.pins) == set(now)  # those of before may go
+        keys += now
+    engine.add_documents([Document(LAKE, id="lake")])
+    assert engine.store.stats().pinned == 0
+    engine.remove_documents(ids)
+    assert [engine.store.lookup(key) for key in keys] == [None] * len(keys)
+    idle(engine.store)
 
 
 def test_a_small_store_evicts_and_compiles_again(comb_model: CombForCausalLM, tokenizer: Any) -> None:

@@ -300,6 +300,14 @@ def test_a_file_that_can_neither_be_read_nor_deleted_is_ignored(
     assert caplog.text.count("dropping the unusable file") == 1
 
 
+def test_a_name_without_a_file_is_a_miss(tmp_path: Path) -> None:
+    (tmp_path / f"k1{SUFFIX}").symlink_to("nowhere")
+    store = PICacheStore(device_bytes=NBYTES, disk_path=tmp_path)
+    assert use(store, "k1") == ["compiled"]
+    use(store, "k2")
+    assert use(store, "k1") == ["disk"]  # written in its place
+
+
 def test_a_folder_deleted_under_us_is_no_crash(tmp_path: Path) -> None:
     folder = tmp_path / "cache"
     store = PICacheStore(device_bytes=NBYTES, disk_path=folder)

@@ -243,6 +243,7 @@ def test_sampling_when_it_is_asked_for(engine: PICEngine) -> None:
         ({"max_length": 9}, "max_length=9, and the prompt has 9 tokens: ask for more than these"),
         ({"inputs_embeds": torch.ones(1, 3, 32)}, "leave inputs_embeds out"),
         ({"token_healing": True}, "leave token_healing out"),
+        ({"penalty_alpha": 0.6, "top_k": 4}, "Contrastive Search requires"),  # transformers' own word
     ],
 )
 def test_bad_settings(engine: PICEngine, settings: dict[str, Any], message: str) -> None:
