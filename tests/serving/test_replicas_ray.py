@@ -48,7 +48,7 @@ class Handler(BaseHTTPRequestHandler):
             return self.answer(200, len(waiting))
         self.answer(200, {}) if self.path == "/health" else self.answer(200 if self.key(name) in documents else 404, {})
     def key(self, name):
-        return self.headers.get("authorization"), name
+        return self.headers.get("authorization"), unquote(name)
     def do_DELETE(self):
         found = documents.pop(self.key(self.path.rsplit("/", 1)[-1]), None)
         self.answer(200 if found else 404, {})
@@ -362,3 +362,7 @@ def test_a_router_that_starts_again_knows_what_is_registered(url: str) -> None:
 
     wait_for(replaced)
     assert all("kept" in chat(url, text)["known"] for text in map(str, range(12)))
+    # those that are lost begin again, with none: everywhere the same
+    ray.kill(ray.get_actor("comb-registrations-comb", namespace="comb"))
+    wait_for(lambda: ask(url, "POST", "/v1/documents", {"id": "new", "text": "text"})[0] == 200)
+    wait_for(lambda: all(chat(url, text)["known"] == ["new"] for text in map(str, range(12))))

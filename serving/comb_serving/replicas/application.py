@@ -22,7 +22,7 @@ from starlette.types import Receive, Scope, Send
 
 from comb_serving.api.fields import check_counts
 from comb_serving.api.http import ClientLeftError, RequestError, header, parse_object, path_of, read_body
-from comb_serving.api.routes import DOCUMENTS, is_documents, sender_of
+from comb_serving.api.routes import DOCUMENTS, SWITCH, is_documents, sender_of
 from comb_serving.replicas.affinity import RoutedDocument, documents_of, ranked
 from comb_serving.replicas.replica import (
     RETRY_AFTER_S,
@@ -41,30 +41,37 @@ class CombIngress:
 
     def __init__(self, replicas: Any, max_body_bytes: int) -> None:
         self._replicas, self._max_body_bytes = replicas, max_body_bytes
-        self._registrations = registrations_of(serve.get_replica_context().app_name)
+        self._application = serve.get_replica_context().app_name
 
     async def __call__(self, request: Request) -> Response:
         """Answers one request."""
         try:
-            if request.url.path == "/health":
+            path = path_of(request.scope)
+            if path == "/health":
                 found = dict(await self._all("address"))
                 if not found:
                     raise RequestError(503, "no replica is up", retry_after=RETRY_AFTER_S)
                 return JSONResponse({"replicas": dict(sorted(found.items()))})
-            if request.url.path == "/metrics":
+            if path == "/metrics":
                 raise RequestError(404, "every replica has its own /metrics: /health gives their addresses")
+            if path == SWITCH and request.method == "POST":
+                raise RequestError(409, f"POST {SWITCH} to every replica: /health gives their addresses")
             return await self._pass_on(request)
-        except RequestError as error:
-            return Response(error.body, error.status, error.headers, "application/json")
         except ClientLeftError:
             return Response()
+        except RequestError as error:
+            refusal = error
+        except RayActorError:
+            refusal = RequestError(503, "a replica or the registrations are lost; try again", retry_after=RETRY_AFTER_S)
+        return Response(refusal.body, refusal.status, refusal.headers, "application/json")
 
     async def _pass_on(self, request: Request) -> Response:
         scope = request.scope
         path, sender = path_of(scope), sender_of(header(scope, "authorization"))
         for name in ("content-type", "content-length", "x-request-id"):
             header(scope, name)  # refused when given twice, of which a mapping keeps one
-        target = scope.get("raw_path", request.url.path.encode()).decode("latin-1")
+        target = scope.get("raw_path", scope["path"].encode()).decode("latin-1")
+        target = target.removeprefix(scope.get("root_path", ""))
         query = scope.get("query_string", b"").decode("latin-1")
         headers = {name.lower(): value for name, value in request.headers.items()}
         raw = await read_body(request.receive, self._max_body_bytes)
@@ -76,15 +83,19 @@ class CombIngress:
             return _RelayedResponse(chunks, status, kept)
         body = b"".join([chunk async for chunk in chunks])
         if request.method == "DELETE" and status in (200, 404):
-            await self._registrations.put.remote((sender, path.removeprefix(f"{DOCUMENTS}/")), None)
+            key = sender, path.removeprefix(f"{DOCUMENTS}/")
+            # whatever they were told: clients that left have registered some, and servers keep some by themselves
+            answers = [(status, kept, body), *await self._all("delete", key)]
+            status, kept, body = max(answers, key=lambda answer: (answer[0] not in (200, 404), answer[0] == 200))
+            await registrations_of(self._application).put.remote(key, None)
             await self._all("catch_up")
         elif request.method == "POST" and status == 200:
             name = str(json.loads(body)["id"])
-            await self._registrations.put.remote((sender, name), {**parse_object(raw), "id": name})
+            await registrations_of(self._application).put.remote((sender, name), {**parse_object(raw), "id": name})
             for refused in await self._all("catch_up"):
                 if (sender, name) in refused:  # the first refusal takes it back everywhere
                     status, kept, body = refused[sender, name]
-                    await self._registrations.put.remote((sender, name), None)
+                    await registrations_of(self._application).put.remote((sender, name), None)
                     await self._all("catch_up")
                     break
         return Response(body, status, kept)
@@ -108,10 +119,10 @@ class CombIngress:
         finally:
             stream.cancel()
 
-    async def _all(self, method: str) -> list[Any]:
+    async def _all(self, method: str, *given: Any) -> list[Any]:
         """What the replicas that are up return; who can't be asked catches up when Ray next asks for its health."""
         try:
-            found = await self._replicas.broadcast(method).results_async(return_exceptions=True)
+            found = await self._replicas.broadcast(method, *given).results_async(return_exceptions=True)
         except _GONE:
             return []
         return [each for each in found if not isinstance(each, BaseException)]

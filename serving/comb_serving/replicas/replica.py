@@ -89,7 +89,7 @@ class Registrations:
 
     def __init__(self) -> None:
         self._known: dict[Key, tuple[int, dict[str, Any], float | None]] = {}
-        self._changes = 0
+        self._changes = time.time_ns()  # an actor in place of a lost one gives no number again
 
     def put(self, key: Key, fields: Mapping[str, Any] | None) -> None:
         """Remembers the body of a POST /v1/documents, or forgets it (None)."""
@@ -113,7 +113,7 @@ class Registrations:
 
 
 def registrations_of(application: str) -> Any:
-    """The actor of a Ray Serve application, made at first use; it stays until Ray ends or somebody kills it."""
+    """The actor of a Ray Serve application, made at first use and again when lost: ask for it at each use."""
     options = {"name": f"comb-registrations-{application}", "namespace": "comb", "lifetime": "detached"}
     return ray.remote(Registrations).options(num_cpus=0, get_if_exists=True, **options).remote()
 
@@ -135,7 +135,7 @@ class CombReplica:
         context = serve.get_replica_context()
         self.name = f"replica-{context.rank.rank}"
         self._catching_up = asyncio.Lock()
-        self._registrations = registrations_of(context.app_name)
+        self._application = context.app_name
         self._told: dict[Key, int] = {}
         self._refused: dict[Key, WholeAnswer] = {}
         if (disk := config.disk_of(self.name)) is not None:
@@ -179,7 +179,8 @@ class CombReplica:
         status, _, body = await self._whole(RelayedRequest("GET", "/health", {}))
         if status != 200:
             raise RuntimeError(f"{self.name} is not healthy: {body[:300]!r}")
-        await self.catch_up()  # with what was registered while it started
+        if not self._catching_up.locked():  # with what was registered while it started; slow encoding isn't ill health
+            self._caught_up = asyncio.create_task(self.catch_up())
 
     async def answer(self, request: RelayedRequest, **_: Any) -> AsyncIterator[Any]:
         """None as soon as this replica has the request; status and headers; then the body as it comes."""
@@ -201,19 +202,24 @@ class CombReplica:
     async def catch_up(self) -> dict[Key, WholeAnswer]:
         """Registers and deletes what this replica hasn't heard of; returns the answers of those that it refuses."""
         async with self._catching_up:
-            new, gone = await self._registrations.missing.remote(self._told)
+            new, gone = await registrations_of(self._application).missing.remote(self._told)
             for key in gone:
-                await self._tell("DELETE", key, f"{DOCUMENTS}/{quote(key[1], safe='')}")
+                await self.delete(key)
                 # not before: where the connection breaks off, it is told again
                 del self._told[key]
                 self._refused.pop(key, None)
             for key, (number, body) in new.items():
                 answer = await self._tell("POST", key, DOCUMENTS, body)
-                self._told[key] = number
+                # what is refused for now (no room, no encoder yet) is told again: 0 is no number
+                self._told[key] = number if answer[0] in (200, 400, 404, 413) else 0
                 self._refused.pop(key, None)
                 if answer[0] != 200:
                     self._refused[key] = answer
             return dict(self._refused)
+
+    async def delete(self, key: Key) -> WholeAnswer:
+        """Deletes a document at its server, also one that this replica hasn't heard of."""
+        return await self._tell("DELETE", key, f"{DOCUMENTS}/{quote(key[1], safe='')}")
 
     async def _tell(self, method: str, key: Key, target: str, body: bytes = b"") -> WholeAnswer:
         headers = {"content-type": "application/json", **({"authorization": key[0]} if key[0] else {})}
