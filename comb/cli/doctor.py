@@ -170,6 +170,8 @@ class _Trial:
         longest = max(1, max(_DOCUMENTS) if room is None else min(room // 2 - 1, (positions or room) // 5))
         self.documents = [ids(min(count, longest)) for count in _DOCUMENTS]
         self.gaps, self.query = [ids(count) for count in _GAPS], ids(_QUERY)
+        # a random model has no tokenizer to read a passage with
+        self.passage = [] if getattr(backbone, "name_or_path", "") else ids(min(_QUERY, longest))
         # beyond the limit of a rotary embedding where that costs little; a document alone stays below
         self.prefix = ids(limit if limit is not None and limit <= _SHORT and limit < (positions or 0) // 2 else _PREFIX)
         self.tolerance = tolerance_for(backbone.dtype)
@@ -179,9 +181,11 @@ class _Trial:
 
     def __call__(self, spec: str) -> Verdict:
         name, parameters = methods.parse(spec)
+        front = parameters.get("front", getattr(methods.get(name), "default_front", None))
+        fronted = {"front": self.passage} if front == "prose" and self.passage else {}
         verdict = Verdict(spec)
         try:
-            method = methods.create(spec, self.model)
+            method = methods.create(spec, self.model, **fronted)
         except ValueError as error:
             # a wrong parameter is the caller's fault, a model that lacks something is a finding
             if parameters:
@@ -195,7 +199,7 @@ class _Trial:
             if name in ("full", "prefix"):
                 verdict.checks = self._exact(method)
             elif isinstance(method, Linked):
-                verdict.checks = self._decoder(name, method)
+                verdict.checks = self._decoder(name, method, fronted)
             else:
                 verdict.checks = [self._finite(method)]
                 if isinstance(method, Hypic):
@@ -217,11 +221,11 @@ class _Trial:
             self._close("equals full recompute again, from the cache", again.logits, self.reference),
         ]
 
-    def _decoder(self, name: str, method: Linked) -> list[Check]:
+    def _decoder(self, name: str, method: Linked, fronted: dict[str, Any]) -> list[Check]:
         linked = self._link(method).logits
         checks = [self._finite(method)]
         everything = method.rule.everything
-        whole: Any = methods.create(name, self.model, **everything) if everything else method
+        whole: Any = methods.create(name, self.model, **everything, **fronted) if everything else method
         if everything:
             checks.append(self._all_recomputed(whole))
         if not method.front.token_ids and method.rotate:
@@ -338,6 +342,7 @@ def random_model(config: Any, *, seed: int = 0) -> Any:
         elif isinstance(values.get(name), list):
             values[name] = [min(token, values["vocab_size"] - 1) for token in values[name]]
     values.update({own_name.get("num_hidden_layers", "num_hidden_layers"): layers, "dtype": "float32"})
+    values["_name_or_path"] = ""  # whose tokenizer has ids beyond this vocabulary
     torch.manual_seed(seed)
     try:
         model = AutoModelForCausalLM.from_config(type(config).from_dict(values)).eval()

@@ -159,6 +159,10 @@ def test_the_command(capsys: pytest.CaptureFixture[str], tmp_path: Any, monkeypa
     assert code == 0
     assert "refused  cacheblend" in out
     assert "learned absolute positions" in out
+    code, out = run("nano", "--random", "--methods", "primed,focus:0.5,front=prose")
+    assert code == 0
+    assert "safe     primed" in out  # behind random tokens: the tokenizer's are not all in the small vocabulary
+    assert "safe     focus:0.5,front=prose" in out
 
 
 HARD = {

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+import os
 import shutil
 from collections.abc import Callable
 from importlib.util import find_spec
@@ -13,6 +14,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from transformers import AutoTokenizer
 from transformers.quantizers import HfQuantizer, register_quantization_config, register_quantizer
@@ -20,6 +22,7 @@ from transformers.utils.quantization_config import QuantizationConfigMixin
 
 from comb import CombForCausalLM, PICEngine, methods
 from comb.backbones.damage import check_files
+from comb.backbones.gguf import cache_folder
 from comb.backbones.loading import load_backbone, load_model, resolve_name
 from comb.linktokens.modeling import LinkTokensForCausalLM
 from tests.helpers.byte_text import byte_llama, byte_tokenizer
@@ -182,6 +185,25 @@ def test_what_a_gguf_file_says_is_computed_or_refused_by_its_key(
         return
     with pytest.raises(ValueError, match=message):
         resolve_name(file)
+
+
+def test_a_gguf_file_is_converted_whole_for_everybody_or_not_at_all(
+    tmp_path: Path, model: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(*_: object, **__: object) -> None:
+        raise SafetensorError("Error while serializing: I/O error: No space left on device (os error 28)")
+
+    (file,) = write_gguf(tmp_path / "m.gguf", model, byte_tokenizer())
+    with monkeypatch.context() as patched:
+        patched.setattr("transformers.modeling_utils.safe_save_file", full)
+        with pytest.raises(OSError, match=r"can't be written to .*No space left .*free some space, or move the cache"):
+            resolve_name(file)
+    assert list(cache_folder().iterdir()) == []
+    (killed := cache_folder() / ".tmp-killed").mkdir()
+    os.utime(killed, (0, 0))
+    folder = Path(resolve_name(file))
+    assert list(cache_folder().iterdir()) == [folder]
+    assert {path.stat().st_mode for path in folder.iterdir()} == {(folder / "config.json").stat().st_mode}
 
 
 def test_a_gguf_file_without_a_weight_is_refused(tmp_path: Path, model: Any) -> None:

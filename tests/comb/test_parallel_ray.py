@@ -120,6 +120,16 @@ def test_what_an_actor_cannot_load_is_said(cluster: Any, backbone_folder: Path, 
         ray_executor(ModelSource(str(backbone_folder / "nowhere")), 1)
 
 
+def test_more_workers_than_cpus_are_refused_at_once(backbone_folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("ray.is_initialized", lambda: False)
+    monkeypatch.setattr("ray.init", lambda **_: None)
+    monkeypatch.setattr("ray.cluster_resources", lambda: {"CPU": 3.0})
+    from comb.engine.workers.ray_actors import ray_executor
+
+    with pytest.raises(ValueError, match=r"2 workers of 2 CPUs each are more than Ray has here \(3\)"):
+        ray_executor(ModelSource(str(backbone_folder)), 2, threads=2)
+
+
 def test_an_engines_own_actors_end_with_it(cluster: Any, backbone_folder: Path, executor: CompileExecutor) -> None:
     executor.close()
     with PICEngine.from_pretrained(backbone_folder, method="naive", workers=2, dtype=torch.float32) as engine:

@@ -100,7 +100,7 @@ def ray_executor(
         options: of `CompileExecutor`, with what it raises.
 
     Raises:
-        ValueError: Ray isn't installed.
+        ValueError: Ray isn't installed, or has fewer CPUs here.
     """
     try:
         import ray
@@ -108,6 +108,11 @@ def ray_executor(
         raise ValueError("workers are Ray's: pip install 'comb-pic[ray]', or leave workers out") from error
     if not ray.is_initialized():
         ray.init(include_dashboard=False, log_to_driver=False)
+        # a cluster that somebody else has connected to may grow
+        if (cpus := ray.cluster_resources().get("CPU", 0)) < workers * threads and not resources:
+            raise ValueError(
+                f"{workers} workers of {threads} CPUs each are more than Ray has here ({cpus:g}): take fewer"
+            )
     environment = {"env_vars": {"OMP_NUM_THREADS": str(threads)}}
     settings = {"num_cpus": threads, "max_restarts": 0, "runtime_env": environment, **(resources or {})}
     actor_class: Any = ray.remote(**settings)(Compiler)
