@@ -93,12 +93,15 @@ def attention(model: Any, name: str) -> Iterator[None]:
     """For a while, the attention implementation of this name."""
     before = attention_name(model)
     if before != name:
+        # parts of a composite model may each have their own; None where nothing has asked a part for one
+        parts = {part: getattr(model.config, part) for part in model.config.sub_configs}
+        own = {part: each._attn_implementation or before for part, each in parts.items() if each is not None}
         model.set_attn_implementation(name)
     try:
         yield
     finally:
         if before != name:
-            model.set_attn_implementation(before)
+            model.set_attn_implementation({"": before, **own})
 
 
 @contextmanager

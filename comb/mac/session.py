@@ -8,9 +8,10 @@ restores everything. The model's lock is held inside of it: others wait.
 
 from __future__ import annotations
 
+import threading
 import weakref
 from collections import Counter
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass, replace
 from types import TracebackType
 from typing import Any, Self
@@ -80,8 +81,8 @@ class _LayerState:
 class MacSession:
     """MAC attention on `model` inside of a ``with`` block; made by `mac`.
 
-    Holds the rings of one batch at a time: that of the cache which was used last. Not to be shared by threads. Entered
-    again, it goes on counting, and layers that an audit has switched off stay off.
+    Holds the rings of one batch at a time: that of the cache which was used last. While a thread's pass is under way,
+    those of others are exact. Entered again, it goes on counting, and layers that an audit has switched off stay off.
 
     Raises:
         UnsupportedModelError: on entering, when MAC can't stand in for the model's attention.
@@ -98,6 +99,8 @@ class MacSession:
         self._layers: dict[int, _LayerState] = {}
         self._pass: DecoderPass | None = None
         self._token: Any = None
+        self._thread: int | None = None  # whose pass it is
+        self._claiming = threading.Lock()
         self._stack = ExitStack()
 
     # ---- the block ----
@@ -126,6 +129,7 @@ class MacSession:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self._stack.close()
+        self._end_pass()  # torch calls no hooks behind a KeyboardInterrupt
         for layer in self._layers.values():
             layer.state = layer.seen = None
 
@@ -150,8 +154,12 @@ class MacSession:
     # ---- a pass ----
 
     def _begin(self, decoder: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        if self._token is not None:  # an exception may have kept the last pass from finishing
-            self._end_pass()
+        with self._claiming:
+            if self._thread not in (None, threading.get_ident()):
+                self.events["pass beside another thread's"] += 1
+                return
+            self._end_pass()  # an exception may have kept this thread's last one from finishing
+            self._thread = threading.get_ident()
         if attention_name(self.backbone) not in STAND_INS:
             # somebody has put another attention in place, and what it does to the cache isn't seen
             for layer in self._layers.values():
@@ -175,26 +183,30 @@ class MacSession:
         self._token = ANSWERING.set(self.attend)
 
     def _finish(self, decoder: Any, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
-        if self._pass is None:
+        if self._thread != threading.get_ident():
             return
-        cache = self._pass.cache
-        self._end_pass()
-        if cache is None:  # the model has made one
-            cache = getattr(output, "past_key_values", None)
-        for index, layer in self._layers.items():
-            if layer.state is not None:
-                layer.seen = KeysIdentity.of(cache_layer(cache, index))
+        if current := self._pass:
+            cache = current.cache
+            if cache is None:  # the model has made one
+                cache = getattr(output, "past_key_values", None)
+            for index, layer in self._layers.items():
+                if layer.state is not None:
+                    layer.seen = KeysIdentity.of(cache_layer(cache, index))
+        self._end_pass()  # from here on, the rings may be another thread's
 
     def _end_pass(self) -> None:
-        ANSWERING.reset(self._token)
-        self._token = self._pass = None
+        token, self._token, self._pass, self._thread = self._token, None, None, None
+        if token is not None:
+            with suppress(ValueError):  # another thread's, where it goes on asking `attend`
+                ANSWERING.reset(token)
 
     # ---- a layer ----
 
     def attend(self, call: AttentionCall) -> Attended:
         """Answers one attention call of the pass under way."""
         current = self._pass
-        assert current is not None
+        if current is None or self._thread != threading.get_ident():
+            return call.exact()  # the block was left while this thread's pass was under way
         index = getattr(call.module, "layer_idx", None)
         layer = self._layers.get(index) if isinstance(index, int) else None
         if layer is None or call.module is not layer.queries.module:

@@ -2,20 +2,24 @@
 
 from __future__ import annotations
 
+import threading
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
+import transformers as tf
 from torch import Tensor
 from transformers import DynamicCache
 from transformers.cache_utils import DynamicLayer
 
+from comb.backbones.attention_calls import ANSWERING, attention
 from comb.backbones.forward import decoder_of
 from comb.mac import MacSession, mac
 from comb.mac.rotation import UnsupportedModelError, find_queries
 from comb.mac.session import KeysIdentity
-from tests.helpers.families import tiny
+from tests.helpers.families import BASE, tiny
 from tests.helpers.mac_models import FREE, NEVER, NEW, batch, decode, forward, model_of
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -266,6 +270,81 @@ def test_a_pass_that_fails_leaves_no_trace() -> None:
         assert session.report().steps == 0 or not session.report().layers
         decode(model, ids)
     assert session.report().hit_rate > 0.5
+
+
+def test_an_interrupted_pass_leaves_no_trace() -> None:
+    """Behind Ctrl-C torch calls no hooks, so that nothing has ended the pass when the block is left."""
+    model, (ids, _) = model_of("llama"), batch(rows=1)
+    plain, passes = decode(model, ids)[1], iter([None, None, KeyboardInterrupt])
+
+    def interrupt(module: Any, args: Any) -> None:
+        if error := next(passes):
+            raise error
+
+    hook = decoder_of(model).layers[2].register_forward_pre_hook(interrupt)
+    with pytest.raises(KeyboardInterrupt), mac(model, FREE):
+        decode(model, ids)
+    hook.remove()
+    assert ANSWERING.get() is None
+    with attention(model, "comb_sdpa"):
+        assert torch.equal(decode(model, ids)[1], plain)
+
+
+def test_parts_of_a_composite_model_get_back_their_own_attention() -> None:
+    text, vision = tf.LlamaConfig(**BASE), tf.CLIPVisionConfig(**BASE, image_size=28, patch_size=14)
+    config = tf.LlavaConfig(text_config=text, vision_config=vision, image_token_id=99)
+    model = tf.LlavaForConditionalGeneration(config)
+    model.set_attn_implementation({"": "sdpa", "text_config": "sdpa", "vision_config": "eager"})
+    with mac(model, FREE):
+        assert config.text_config._attn_implementation == "comb_sdpa"
+    names = [each._attn_implementation for each in (config, config.text_config, config.vision_config)]
+    assert names == ["sdpa", "sdpa", "eager"]
+
+
+# --- threads --------------------------------------------------------------------------------------------------------
+
+
+def test_a_pass_beside_another_threads_is_exact() -> None:
+    model, (ids, _) = model_of("llama"), batch(rows=1)
+    plain, here = decode(model, ids)[1], threading.get_ident()
+    beside: list[Tensor] = []
+    with mac(model, FREE):
+        alone = decode(model, ids)[1]
+
+    def meanwhile(module: Any, args: Any) -> None:
+        if threading.get_ident() == here and len(beside) < 2:  # in the prompt's pass and in the first step
+            beside.append(pool.submit(decode, model, ids).result()[1])
+
+    with ThreadPoolExecutor(1) as pool, mac(model, FREE) as session:
+        hook = decoder_of(model).layers[2].register_forward_pre_hook(meanwhile)
+        assert torch.equal(decode(model, ids)[1], alone)
+        hook.remove()
+        assert all(torch.equal(each, plain) for each in beside)
+        assert session.report().events == {"pass beside another thread's": 2 * NEW}
+        assert torch.equal(pool.submit(decode, model, ids).result()[1], alone)  # it has the session to itself
+
+
+def test_a_pass_of_another_thread_outlives_the_block() -> None:
+    model, (ids, _) = model_of("llama"), batch(rows=1)
+    plain, inside, left = decode(model, ids)[1], threading.Event(), threading.Event()
+
+    def wait(module: Any, args: Any) -> None:
+        inside.set()
+        left.wait(60)
+
+    def stood_in() -> Tensor:
+        with attention(model, "comb_sdpa"):
+            return decode(model, ids)[1]
+
+    with ThreadPoolExecutor(1) as pool:
+        with mac(model, FREE):
+            hook = decoder_of(model).layers[2].register_forward_pre_hook(wait)
+            answer = pool.submit(decode, model, ids)
+            assert inside.wait(60)
+        left.set()
+        assert torch.equal(answer.result()[1], plain)  # its prompt's pass has been the only one in the block
+        hook.remove()
+        assert torch.equal(pool.submit(stood_in).result(), plain)
 
 
 @pytest.mark.parametrize(("kernels", "counted"), [("auto", False), ("torch", False), ("triton", True)])
