@@ -97,6 +97,12 @@ def rewritten(folder: Path, patterns: Sequence[str] = ()) -> Iterator[Path]:
             path.unlink(missing_ok=True)
 
 
+def share_weights(folder: Path) -> None:
+    """Lets whoever may read a model's configuration read its weights: safetensors makes them their owner's alone."""
+    for file in folder.glob("*.safetensors"):
+        shutil.copymode(folder / "config.json", file)
+
+
 def is_abandoned(path: Path) -> bool:
     """Whether `path` is a temporary file that nobody finishes any more."""
     with suppress(FileNotFoundError):  # just finished, or deleted by another process

@@ -31,7 +31,7 @@ from comb.backbones.damage import damage_of, explained
 from comb.backbones.gguf_metadata import check_read, keep_special_tokens
 from comb.backbones.tracebacks import DamagedError
 from comb.backbones.whole import check_whole
-from comb.files import TEMPORARY_PREFIX, failed_to_write, is_abandoned
+from comb.files import TEMPORARY_PREFIX, failed_to_write, is_abandoned, share_weights
 
 logger = logging.getLogger(__name__)
 
@@ -134,8 +134,7 @@ def converted(file: Path, name: str) -> Path:
                     "cache (HF_HOME)"
                 ) from error
             raise
-        for path in (Path(made) / name).iterdir():  # safetensors lets nobody else read its files
-            path.chmod((Path(made) / name / "config.json").stat().st_mode)
+        share_weights(Path(made) / name)
         with suppress(OSError):  # another process may have been faster
             (Path(made) / name).rename(target)
     if not (target / "config.json").exists():

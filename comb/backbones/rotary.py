@@ -111,10 +111,9 @@ def settle(model: Any, length: int) -> None:
     for embedding in rotary_embeddings(model):
         embedding.settle(length)
     for module in modules_now(model):
+        # how far the last prompt's pictures moved its text, or the zeros of its rows
         if vars(module).get("rope_deltas") is not None:
-            vars(module)["rope_deltas"] = (
-                None  # how far the last prompt's pictures moved its text, or the zeros of its rows
-            )
+            vars(module)["rope_deltas"] = None
 
 
 def drops_cache(model: Any, tokens: int, covered: int) -> bool:

@@ -3,7 +3,7 @@
 The model's attention is set to one registered with transformers; hooks on its decoder say where a pass begins and ends
 and which cache it uses. Prompts are computed by the exact attention, and leave their rows; a step of one token per row
 goes through `step`; whatever that can't handle is computed exactly, and counted by its reason. Leaving the block
-restores everything. The model's lock is held inside of it: others wait.
+restores everything. The model's lock is held inside of it: engines wait, plain `generate` of other threads doesn't.
 """
 
 from __future__ import annotations

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import shutil
 import tempfile
 from abc import abstractmethod
 from collections.abc import Mapping
@@ -20,7 +19,7 @@ from comb.backbones.discovery import UnsupportedBackboneError
 from comb.backbones.loading import HUB_ARGUMENTS, backbone_of_adapter, load_backbone, trained_quantised
 from comb.backbones.tokenizer import tokenizer_fingerprint
 from comb.backbones.unpublished import write_private
-from comb.files import rewritten
+from comb.files import rewritten, share_weights
 from comb.model.weights import WEIGHTS, WEIGHTS_INDEX, load_adapter, read_weights
 
 if TYPE_CHECKING:
@@ -167,8 +166,7 @@ class AdapterModel(PreTrainedModel):
             if tokenizer is not None:
                 tokenizer.save_pretrained(fresh)
             super().save_pretrained(fresh, state_dict=adapter, **kwargs)
-            for file in fresh.glob("*.safetensors"):  # which safetensors makes readable to their owner alone
-                shutil.copymode(fresh / "config.json", file)
+            share_weights(fresh)
         name = self.config.backbone_name_or_path
         write_private(folder, backbone=name if Path(name).is_absolute() else None)
         write_card(self.config, folder)

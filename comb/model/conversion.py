@@ -23,7 +23,7 @@ from comb.backbones.adapter import fingerprint
 from comb.backbones.damage import check_files, explained
 from comb.backbones.tracebacks import named
 from comb.backbones.whole import check_finite
-from comb.files import read_json
+from comb.files import read_json, share_weights
 from comb.model.config import CombConfig, CombEncoderConfig
 from comb.model.modeling import CombForCausalLM
 from comb.model.weights import load_adapter
@@ -101,6 +101,7 @@ def convert_release(source: str | Path, target: str | Path, *, backbone_name: st
     if (source / "generation_config.json").exists():
         model.generation_config = backbone.generation_config = GenerationConfig.from_pretrained(source)
     backbone.save_pretrained(target / "backbone")
+    share_weights(target / "backbone")
     model.save_pretrained(target)
     for file in (file for pattern in TOKENIZER_FILES for file in source.glob(pattern)):
         for folder in (target, target / "backbone"):

@@ -383,6 +383,8 @@ def test_the_result_has_tokenizer_files_and_can_be_moved_and_saved_elsewhere(tmp
     convert_release(source, tmp_path / "out")
     for folder in (tmp_path / "out", tmp_path / "out" / "backbone"):
         assert {"tokenizer.json", "chat_template.jinja"} <= {path.name for path in folder.iterdir()}
+        modes = {(folder / name).stat().st_mode for name in ("config.json", "model.safetensors")}
+        assert len(modes) == 1  # who may read one may read the other
     (tmp_path / "out").rename(tmp_path / "elsewhere")
     CombForCausalLM.from_pretrained(tmp_path / "elsewhere").save_pretrained(tmp_path / "tuned")
     CombForCausalLM.from_pretrained(tmp_path / "tuned")

@@ -285,6 +285,18 @@ def test_eval_finds_the_rows_from_another_folder_and_says_that_they_are_others_n
     assert "data isn't what it was" not in invoke(*asked, "--split", "all").output
 
 
+def test_rows_that_change_while_they_are_trained_on_are_others_too(
+    config_for: Callable[..., Any], tmp_path: Path
+) -> None:
+    def edit(run: Any) -> None:
+        with (tmp_path / "data.jsonl").open("a") as file:
+            file.write('\n{"documents": ["New."], "query": "What is new?", "answer": "this"}\n')
+
+    run_training(config_for(answers="gold"), progress=False, prepared=edit)
+    asked = invoke("eval", str(tmp_path / "out"), "--methods", "none", "eval.max_new_tokens=2")
+    assert "the data isn't what it was at the training" in asked.output
+
+
 def test_one_run_at_a_time_writes_into_a_folder(config_for: Callable[..., Any], tmp_path: Path) -> None:
     config = config_for(answers="gold")
     with alone_in(tmp_path / "out"), pytest.raises(ValueError, match=r"another run is writing to .*out: wait for"):

@@ -31,7 +31,7 @@ from comb_training.answers import answer_prepared
 from comb_training.config import Config
 from comb_training.data.batches import TrainingExample, join_questions
 from comb_training.data.mixture import prompt_builder, read_examples
-from comb_training.data.sources import file_digests, with_whole_paths
+from comb_training.data.sources import with_whole_paths
 from comb_training.data.token_statistics import TokenStatistics, statistics_by_set
 from comb_training.models import training_method
 from comb_training.models.method import device_of
@@ -146,7 +146,7 @@ def _trained(run: PreparedRun, checkpoint: Path | None, progress: bool) -> Train
     record = {
         **environment(seed=config.train.seed),
         "config": with_whole_paths(config),
-        "files": file_digests(config.data),
+        "files": run.files,
         "ranks": distributed.world_size(),
         "parameters": {"trainable": trainable, "all": total},
         "data": run.counts.to_dict(),

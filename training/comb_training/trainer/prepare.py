@@ -19,6 +19,7 @@ from comb.hub.push import PUBLISHED, read_card
 from comb_training.config import Config
 from comb_training.data.batches import TrainingExample
 from comb_training.data.mixture import Fitting, prompt_builder, read_tokenized
+from comb_training.data.sources import file_digests
 from comb_training.data.token_statistics import TokenStatistics, statistics_by_set
 from comb_training.models import training_method
 from comb_training.models.method import device_of, model_tokenizer, options_named, set_threads
@@ -38,6 +39,7 @@ class PreparedRun:
     counts: Counts
     statistics: TokenStatistics
     fitting: Fitting  # that of `examples`
+    files: Sequence[str] = ()  # `file_digests` of what was read, which may change while it trains
     sets: dict[str, TokenStatistics] = field(default_factory=dict)
 
 
@@ -66,13 +68,14 @@ def prepare(config: Config, *, resume: str | Path | None = None) -> PreparedRun:
         model = method.load(config)
     tokenizer = model_tokenizer(config, model)
     builder = prompt_builder(config.data, tokenizer)
+    digests = file_digests(config.data)
     examples, counts = tokenized(config, builder, model, split="train", limit=config.data.limit)
     if not examples:
         raise ValueError(f"no example is left to train on: {counts}")
     model = method.fitted(model, config, examples, resume)
     sets = statistics_by_set(examples) if config.data.mixture else {}
     statistics, fitting = TokenStatistics.of(examples), fitting_of(config, model, "train")
-    return PreparedRun(config, model, tokenizer, builder, examples, counts, statistics, fitting, sets)
+    return PreparedRun(config, model, tokenizer, builder, examples, counts, statistics, fitting, digests, sets)
 
 
 def tokenized(
