@@ -155,6 +155,10 @@ def test_requests_name_their_lora_over_http(plugin: None, libraries: Any, tmp_pa
                 made = expected(libraries, name.replace("nano", ""), "legolink:4", shared=False)
                 assert served_logprobs(answer) == pytest.approx(made, abs=CLOSE)
                 assert served_states(answer)[:2] == [state if state == "compiled" else "pool"] * 2
+        assert server.request("DELETE", "/v1/documents/ball")[0] == 200
+        assert server.request("POST", "/v1/documents", {"id": "ball", "text": TEXTS[2]})[0] == 200
+        for name in names[:2]:  # deleted, it is gone with every LoRA
+            assert served_states(server.chat([{"id": "ball"}], model=name, max_tokens=1)) == ["compiled"]
         draw = random.Random(5)
         chunks = [passage(draw, 24) for _ in range(3)]
 

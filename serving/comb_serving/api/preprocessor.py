@@ -357,6 +357,8 @@ class Preprocessor:
         """A lease of documents that are compiled with a LoRA, or none. Raises what `PICManager.acquire` raises."""
         assert self.manager is not None
         check_pin = self.manager.check_pin
+        if lora:
+            self.registered.of(tenant).beside(segments)
         lease = await self.manager.acquire([wanted(segment, tenant, lora) for segment in segments])
         self.registered.pin(tenant, segments, lambda segment: check_pin(wanted(segment, tenant)))
         return lease
