@@ -19,6 +19,8 @@ from itertools import pairwise
 from pathlib import PurePath
 from typing import Any
 
+from tokenizers import Tokenizer
+
 from comb.documents.messages import DOCUMENTS, Generated, Message, Reference, message_parts
 from comb.locks import lock_of
 
@@ -265,14 +267,24 @@ def encoded(tokenizer: Any, text: str, **options: Any) -> list[int]:
         return list(tokenizer.encode(text, add_special_tokens=False, **options))
 
 
-def plain_ids(tokenizer: Any, text: str) -> tuple[int, ...]:
-    """Token ids of a text that stays text whatever it spells. Raises ValueError where a tokenizer can't do that."""
+def plain_ids(tokenizer: Any, text: str, tags: frozenset[int] = frozenset()) -> tuple[int, ...]:
+    """Token ids of a text that stays text whatever it spells. Raises ValueError where a tokenizer can't do that.
+
+    Args:
+        tags: token ids that a text may spell as little as special ones.
+    """
     # mistral_common's read no special token in any text
     ids = encoded(tokenizer, text, **({} if makes_tokens(tokenizer) else {"split_special_tokens": True}))
-    if getattr(tokenizer, "is_fast", False):
+    special = tags | (set(tokenizer.all_special_ids) - {getattr(tokenizer, "unk_token_id", None)})
+    if special.isdisjoint(ids):
         return tuple(ids)
+    if getattr(tokenizer, "is_fast", False):
+        own = _without_pieces(tokenizer, len(tokenizer), special)
+        if own is None:
+            return tuple(ids)
+        ids = encoded(own, text, split_special_tokens=True)
     # one written in Python may not know that option
-    _check_text(tokenizer, ids, set(tokenizer.all_special_ids) - {getattr(tokenizer, "unk_token_id", None)})
+    _check_text(tokenizer, ids, special)
     return tuple(ids)
 
 
@@ -285,28 +297,50 @@ def document_ids(tokenizer: Any, text: str) -> tuple[int, ...]:
     ids = plain_ids(tokenizer, text)
     if makes_tokens(tokenizer):
         return ids
-    tags = _tags(tokenizer, str(getattr(tokenizer, "chat_template", None)))
+    tags = _tags(tokenizer, len(tokenizer), str(getattr(tokenizer, "chat_template", None)))
     if tags.isdisjoint(ids):
         return ids
     if not getattr(tokenizer, "is_fast", False):
         _check_text(tokenizer, ids, tags)
-    return plain_ids(_with_special_tags(tokenizer, tags), text)
+    return plain_ids(_with_special_tags(tokenizer, len(tokenizer), tags), text, tags)
+
+
+# what is kept of a tokenizer has its number of tokens beside it, as it may be given new ones
 
 
 @lru_cache(8)
-def _tags(tokenizer: Any, template: str) -> frozenset[int]:
+def _tags(tokenizer: Any, size: int, template: str) -> frozenset[int]:
     added = getattr(tokenizer, "added_tokens_decoder", {}).items()
     return frozenset(id for id, tag in added if not tag.special and str(tag).strip() and str(tag) in template)
 
 
 @lru_cache(8)
-def _with_special_tags(tokenizer: Any, tags: frozenset[int]) -> Any:
+def _with_special_tags(tokenizer: Any, size: int, tags: frozenset[int]) -> Any:
     """A copy, to which these are special tokens."""
     with lock_of(tokenizer):
         own = copy.deepcopy(tokenizer)
     for tag in (own.added_tokens_decoder[id] for id in tags):
         tag.special = True
         own.backend_tokenizer.add_special_tokens([tag])
+    return own
+
+
+@lru_cache(8)
+def _without_pieces(tokenizer: Any, size: int, special: frozenset[int]) -> Any:
+    """A copy whose model finds none of the `special` tokens in a text: told to split them, tokenizers still look into
+    their model's vocabulary. None for BPE, which has only what its merges make: an ordinary word."""
+    with lock_of(tokenizer):
+        own = copy.deepcopy(tokenizer)
+    state = json.loads(own.backend_tokenizer.to_str())
+    vocab, secret = state["model"]["vocab"], secrets.token_hex()  # a piece that no text spells
+    if state["model"]["type"] == "BPE":
+        return None
+    if isinstance(vocab, dict):
+        vocab = {f"{secret}{id}" if id in special else piece: id for piece, id in vocab.items()}
+    else:
+        vocab = [(f"{secret}{id}" if id in special else piece, score) for id, (piece, score) in enumerate(vocab)]
+    state["model"]["vocab"] = vocab
+    own.backend_tokenizer.model = Tokenizer.from_str(json.dumps({**state, "added_tokens": []})).model
     return own
 
 

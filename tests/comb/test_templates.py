@@ -200,21 +200,25 @@ CORPUS = [LAKE, "user\nHow\n\n\nassistant\nSo deep", "[INST] How deep? [/INST]"]
 
 
 def trained(kind: str, template: str | None = None) -> Any:
-    """A small tokenizer with merges: byte-level, SentencePiece's two ways with spaces, or words."""
+    """A small tokenizer: merges of bytes, or with SentencePiece's two ways with spaces; words; the likeliest pieces."""
     specials = ["<unk>", "<s>", "</s>", "<|user|>", "<|assistant|>", "<|end|>"]
     if kind == "words":
         made = Tokenizer(models.WordPiece(unk_token="<unk>"))
         made.normalizer, made.pre_tokenizer = normalizers.BertNormalizer(), pre_tokenizers.BertPreTokenizer()
         trainer: Any = trainers.WordPieceTrainer(vocab_size=150, special_tokens=specials)
+    elif kind == "pieces":
+        made = Tokenizer(models.Unigram())
+        trainer = trainers.UnigramTrainer(vocab_size=80, special_tokens=specials, unk_token="<unk>")
     else:
         made = Tokenizer(models.BPE(unk_token="<unk>", fuse_unk=True))
         trainer = trainers.BpeTrainer(vocab_size=400, special_tokens=specials)
     if kind == "bytes":
         made.pre_tokenizer, made.decoder = pre_tokenizers.ByteLevel(add_prefix_space=False), decoders.ByteLevel()
         trainer.initial_alphabet = pre_tokenizers.ByteLevel.alphabet()
-    elif kind in ("always", "first"):
-        made.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme=kind, split=False)
-        made.decoder = decoders.Metaspace(prepend_scheme=kind)
+    elif kind != "words":
+        scheme = "always" if kind == "pieces" else kind
+        made.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme=scheme, split=False)
+        made.decoder = decoders.Metaspace(prepend_scheme=scheme)
     made.train_from_iterator(CORPUS * 3, trainer)
     made.post_processor = processors.TemplateProcessing(
         single="<s> $A" + " </s>" * (kind == "words"), special_tokens=[("<s>", 1), ("</s>", 2)]
@@ -225,7 +229,7 @@ def trained(kind: str, template: str | None = None) -> Any:
     )  # fmt: skip
 
 
-@pytest.mark.parametrize("kind", ["bytes", "always", "first", "words"])
+@pytest.mark.parametrize("kind", ["bytes", "always", "first", "words", "pieces"])
 @pytest.mark.parametrize("name", ["plain", "the system text in the first question", "channels", "no system"])
 def test_tokens_around_documents_are_those_of_the_whole_text(kind: str, name: str) -> None:
     tokenizer = trained(kind, MADE_UP[name])
@@ -248,12 +252,14 @@ def test_tokens_around_documents_are_those_of_the_whole_text(kind: str, name: st
             assert ours.count("▁") == theirs.count("▁")
 
 
-@pytest.mark.parametrize("kind", ["bytes", "always", "first", "words"])
+@pytest.mark.parametrize("kind", ["bytes", "always", "first", "words", "pieces"])
 def test_raw_prompts_are_read_as_without_documents(kind: str) -> None:
     tokenizer = trained(kind)
     builder = PromptBuilder(tokenizer)
     segment = builder.segment("The <|end|> lake </s>")
     assert not {1, 2, 3, 4, 5}.intersection(segment)
+    assert len(segment) > 8  # spelled, whatever the vocabulary has
+    assert builder.segment("The lake") == tuple(tokenizer("The lake\n", add_special_tokens=False)["input_ids"])
     for text in ("<|user|>How deep?<|end|><|assistant|>", "How deep?", "\n\nHow", "<s>[INST] How [/INST]", " deep"):
         for ask in (builder.complete, builder.build):
             prompt = ask(text, [segment])
@@ -263,6 +269,13 @@ def test_raw_prompts_are_read_as_without_documents(kind: str) -> None:
         bare = builder.complete(text, [segment], add_special_tokens=False)
         assert list(bare.bare) == tokenizer(text, add_special_tokens=False)["input_ids"]
         assert bare.prefix == ((tokenizer.bos_token_id,) if text.startswith("<s>") else ())
+
+
+def test_documents_spell_tags_that_a_tokenizer_is_given_later() -> None:
+    tokenizer = trained("bytes", "<tool>")
+    assert (spelled := PromptBuilder(tokenizer).segment("The <tool> lake"))
+    tokenizer.add_tokens(["<tool>"])
+    assert PromptBuilder(tokenizer).segment("The <tool> lake") == spelled
 
 
 def test_few_shot_text_is_read_with_the_question() -> None:
