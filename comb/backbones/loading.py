@@ -187,7 +187,10 @@ def compare_weights(place: str) -> None:
         return
     config = load_config(place)
     with explained(place):
-        model, report = MODEL_FOR_CAUSAL_LM_MAPPING[type(config)].from_pretrained(
+        kind = MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]
+        if kind.config_class is config.sub_configs.get("text_config"):  # AutoModelForCausalLM takes a model's text part
+            config = config.get_text_config()
+        model, report = kind.from_pretrained(
             None, config=config, state_dict=found, device_map="meta",
             output_loading_info=True, ignore_mismatched_sizes=True,
         )  # fmt: skip

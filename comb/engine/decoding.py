@@ -10,6 +10,7 @@ import threading
 import time
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from numbers import Real
 from queue import SimpleQueue
 from typing import Any, Self
 
@@ -58,6 +59,11 @@ def decoding_settings(arguments: Mapping[str, Any], backbone: Any, tokenizer: An
             f"num_return_sequences={sequences}: the engine gives one answer per question; use ask_batch with the "
             "question repeated"
         )
+    for name in ("num_beams", "repetition_penalty", *_SAMPLING):  # which others compare before they look at the type
+        if (value := settings.get(name)) is not None and (isinstance(value, bool) or not isinstance(value, Real)):
+            raise ValueError(f"{name} is a number, not {value!r}")
+    if settings.get("num_beams") == 0:
+        raise ValueError("num_beams=0: 1 is greedy, or sampling")
     # beside penalty_alpha, top_k is contrastive search's, of which transformers says what became
     names = [key for key in _SAMPLING if key != "top_k" or not settings.get("penalty_alpha")]
     sampling = [key for key in names if settings.get(key) is not None]

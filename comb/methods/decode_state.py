@@ -314,10 +314,10 @@ def _setting(model: Any, name: str, generate_kwargs: Mapping[str, Any]) -> Any:
 
 def why_not_behind(model: Any, generate_kwargs: Mapping[str, Any]) -> str:
     """Why ``generate`` doesn't go on from a cache as from the tokens in it; empty if it does."""
-    unlike = ["assistant_model", "prompt_lookup_num_tokens", "custom_generate"]
+    unlike = ["assistant_model", "prompt_lookup_num_tokens", "assistant_early_exit", "use_mtp", "custom_generate"]
     unlike += ["adapter_names", "alora_offsets"]  # of peft: they would hold for the tokens from here on alone
     for name in unlike:
-        if _setting(model, name, generate_kwargs) is not None:
+        if _setting(model, name, generate_kwargs) not in (None, False):
             return f"generate({name}=...) doesn't go on from a linked cache as plain decoding does"
     return ""
 

@@ -371,18 +371,20 @@ class CombForCausalLM(AdapterModel, GenerationMixin):
         left with an attention mask). `prefix_tokens` is `forward`'s; not with a prompt that is taken in chunks.
 
         Raises:
-            ValueError: for documents beside `guidance_scale`, whose pass without the prompt would read them, too.
+            ValueError: for documents beside `guidance_scale`, whose pass without the prompt would read them, too, or
+                `assistant_early_exit`.
         """
         given = (inputs, kwargs.get("input_ids"), kwargs.get("inputs_embeds"))
         check_rows(documents, *given)
         with self.linked(documents, _reading(prefix_tokens, kwargs.get("attention_mask"), *given)) as link:
             if link is not None:
                 settings = kwargs.get("generation_config") or self.generation_config
-                if kwargs.get("guidance_scale", getattr(settings, "guidance_scale", None)) not in (None, 1):
-                    raise ValueError(
-                        "guidance_scale: its pass without the prompt would read the documents all the same; leave it "
-                        "out, or put them into the prompt (method full)"
-                    )
+                for name, off, reason in (
+                    ("guidance_scale", (None, 1), "its pass without the prompt would read the documents all the same"),
+                    ("assistant_early_exit", (None,), "with documents its answers are others than without it"),
+                ):
+                    if kwargs.get(name, getattr(settings, name, None)) not in off:
+                        raise ValueError(f"{name}: {reason}; leave it out, or put them into the prompt (method full)")
                 criteria = kwargs.get("stopping_criteria") or ()
                 kwargs["stopping_criteria"] = StoppingCriteriaList([*criteria, _ReadAtEveryStep(link)])
             return self.backbone.generate(inputs, **kwargs)

@@ -359,7 +359,8 @@ def test_a_generation_configuration_of_its_own() -> None:
 @pytest.mark.parametrize("spec", ["legolink:4", "prefix"])
 def test_what_goes_on_otherwise_is_refused_behind_a_linked_cache(spec: str) -> None:
     model = tiny("llama", std=0.15)
-    for name, value in (("prompt_lookup_num_tokens", 2), ("adapter_names", ["b"])):
+    for name, value in (("prompt_lookup_num_tokens", 2), ("assistant_early_exit", 1), ("use_mtp", True),
+                        ("adapter_names", ["b"])):  # fmt: skip
         with pytest.raises(ValueError, match=rf"{name}=.*linked cache"):
             link(model, spec).generate(max_new_tokens=4, **{name: value})
     link(model, "full").generate(max_new_tokens=4, prompt_lookup_num_tokens=2)

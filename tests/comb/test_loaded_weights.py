@@ -23,11 +23,12 @@ from transformers.utils.quantization_config import QuantizationConfigMixin
 from comb import CombForCausalLM, PICEngine, methods
 from comb.backbones.damage import check_files
 from comb.backbones.gguf import cache_folder
-from comb.backbones.loading import load_backbone, load_model, resolve_name
+from comb.backbones.loading import check_weights, load_backbone, load_model, resolve_name
 from comb.linktokens.modeling import LinkTokensForCausalLM
 from tests.helpers.byte_text import byte_llama, byte_tokenizer
 from tests.helpers.families import FAMILIES, tiny
 from tests.helpers.gguf_files import same_weights, write_gguf
+from tests.helpers.hybrids import HYBRIDS
 
 UP = "model.layers.1.mlp.up_proj.weight"
 
@@ -291,6 +292,19 @@ if find_spec("bitsandbytes") is not None:  # not among what the tests install
 
 def answered(model: Any, **options: Any) -> Any:
     return PICEngine(model, byte_tokenizer(), **options).ask(*ASKED, max_new_tokens=8, min_new_tokens=8).token_ids
+
+
+def test_the_text_part_of_a_model_that_also_sees_is_compared(tmp_path: Path) -> None:
+    from transformers import Qwen3_5Config, Qwen3_5ForConditionalGeneration
+
+    text = {**HYBRIDS["qwen3_5"]().to_dict(), "vocab_size": 259}
+    sees = {"depth": 1, "hidden_size": 32, "intermediate_size": 32, "num_heads": 2, "num_position_embeddings": 16}
+    config = Qwen3_5Config(text_config=text, vision_config={**sees, "out_hidden_size": text["hidden_size"]})
+    Qwen3_5ForConditionalGeneration(config).save_pretrained(tmp_path)
+    check_weights(tmp_path)
+    change(tmp_path, **{UP.replace("model.", "model.language_model."): None})
+    with pytest.raises(ValueError, match=r"lacks 1 weight .*layers\.1\.mlp\.up_proj"):
+        check_weights(tmp_path)
 
 
 @pytest.mark.parametrize("kind", KINDS)

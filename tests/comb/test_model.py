@@ -122,6 +122,8 @@ def test_sampling_and_streaming(model: CombForCausalLM, query: torch.Tensor) -> 
     streamer.end.assert_called_once()
     with pytest.raises(ValueError, match="guidance_scale: its pass without the prompt"):
         model.generate(query[:1], documents=[[pic]], max_new_tokens=4, guidance_scale=1.5)
+    with pytest.raises(ValueError, match="assistant_early_exit"):
+        model.generate(query[:1], documents=[[pic]], max_new_tokens=4, assistant_early_exit=1)
     model.generate(query[:1], max_new_tokens=4, guidance_scale=1.5)
 
 

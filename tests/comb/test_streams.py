@@ -236,6 +236,8 @@ def test_sampling_when_it_is_asked_for(engine: PICEngine) -> None:
         ({"max_new_tokens": True}, "got True"),
         ({"temperature": -1}, "temperature .* got -1"),
         ({"temperature": float("nan")}, "got nan"),
+        ({"temperature": "0.7"}, "temperature is a number, not '0.7'"),
+        ({"num_beams": 0}, "num_beams=0"),
         ({"num_return_sequences": 2}, "one answer per question"),
         ({"max_new_tokens": 600}, "need 609 positions, the backbone has 512: ask for at most 503"),
         ({"max_new_token": 5}, "max_new_token"),

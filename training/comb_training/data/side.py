@@ -179,7 +179,7 @@ def split_groups(groups: Iterable[str], split: Split, *, heldout_share: float, s
     if len(names) < 2:
         raise ValueError(
             f"can't hold out part of {len(names)} group(s): rows over the same documents (an article, a story) stay on "
-            "one side of the split, so that the data needs two at least"
+            "one side of the split, so that the data needs two at least; split=all (--split all) takes all rows"
         )
     ranked = sorted(names, key=lambda name: hashlib.sha256(f"{seed}\x1f{name}".encode()).digest())
     cut = min(math.ceil(heldout_share * len(names)), len(names) - 1)

@@ -99,7 +99,10 @@ def check_engine(vllm_config: Any) -> None:
                 f"{cache.cache_dtype}{odd}: leave it at auto"
             )
     if model.is_encoder_decoder or model.is_multimodal_model or model.runner_type != "generate":
-        raise ValueError("documents are linked in models that generate text from text alone")
+        raise ValueError(
+            "documents are linked in models that generate text from text alone, not in ones that also see; the library "
+            "links in these models' text part"
+        )
     if vllm_config.lora_config is not None and (link_tokens_of(vllm_config) or method_of(vllm_config).states):
         raise ValueError(
             "documents are linked beside LoRA by methods of attention layers without an adapter's link tokens: those "

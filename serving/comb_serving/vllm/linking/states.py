@@ -149,7 +149,7 @@ def state_layer(name: str, layer: Any) -> StateLayer:
     if kind == "GDN_ATTN" and hasattr(layer, "chunk_gated_delta_rule"):
         return DenseLayer(layer)
     raise ValueError(
-        f"hypic links gated DeltaNet (Qwen3-Next, Qwen3.5) and Mamba-2 inside vLLM; {name} is a "
+        f"hypic links gated DeltaNet (Qwen3-Next) and Mamba-2 inside vLLM; {name} is a "
         f"{type(layer).__name__} ({kind}): the library's own hypic has more families, one request at a time"
     )
 
