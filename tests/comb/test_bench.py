@@ -26,7 +26,6 @@ from comb.bench.options import integers, numbers, split_methods
 from comb.bench.paper import BENCHMARKS, FORMS, FORMULAS, PAPERS, PaperRow, measured, tables
 from comb.cli import main as cli
 from comb.documents.document import PromptBuilder
-from comb.evaluation.compare import linked
 from comb.evaluation.random_prompts import RandomPrompt, random_model
 from comb.evaluation.setting import Setting, read_sets
 from comb.evaluation.table import Column, TextTable, Timing
@@ -112,19 +111,6 @@ def test_numbers_are_sorted_and_checked() -> None:
         numbers("1.9", "--depths", least=2)
     with pytest.raises(ValueError, match="--rates"):
         numbers("nan", "--rates", least=0)
-
-
-# --- a request -------------------------------------------------------------------------------------------------------
-
-
-def test_a_linked_request_is_what_the_engine_answers_from(setting: Setting, examples: list[Example]) -> None:
-    for method in ("full", "prefix", "legolink:2", "comb"):
-        engine = setting.engine(method)
-        request = setting.request(method, examples[0])
-        [token, *_] = engine.ask(*request, max_new_tokens=1).token_ids
-        with linked(engine, *request) as (state, _):
-            assert int(state.logits.argmax()) == token
-        assert engine.store.stats().in_use == 0
 
 
 # --- the harness ----------------------------------------------------------------------------------------------------
@@ -233,23 +219,6 @@ def test_what_has_no_drift_says_so(setting: Setting, examples: list[Example], me
 # --- the commands ---------------------------------------------------------------------------------------------------
 
 
-def test_methods_command(folder: Path, tmp_path: Path) -> None:
-    content = written(
-        tmp_path / "m.json", "methods", "--model", folder / "model", "--methods", "full,legolink:2,comb", "--dataset",
-        folder / "data.jsonl", "--split", "all", "--questions", 4, "--max-new-tokens", 3, "--timing-questions", 1,
-        "--kl-questions", 2,
-    )  # fmt: skip
-    assert "comb refused: method 'comb' needs a model with a trained encoder" in (tmp_path / "m.md").read_text()
-    assert [row["method"] for row in content["results"]] == ["full", "legolink:2", "comb", "none"]
-    assert content["results"][0]["kl"] == 0.0
-    assert content["results"][0]["n"] == 4
-    assert {file.name for file in (tmp_path / "m").iterdir()} == {"data.jsonl"}
-    assert "em" not in content["results"][2]
-    assert {"argv", "versions", "commit", "machine"} <= set(content)
-    own = run("methods", "--model", folder / "model", "--out", folder / "model" / "results.json")
-    assert "choose another name" in str(own.exception)  # an adapter's own results are left alone
-
-
 def test_files_of_ones_own_are_sets_beside_each_other(
     folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -278,6 +247,8 @@ def test_files_of_ones_own_are_sets_beside_each_other(
         "--split", "all", "--questions", 1, "--max-new-tokens", 1, "--timing-questions", 0,
     )  # fmt: skip
     assert {row["set"] for row in content["results"]} == {"1-data.jsonl", "2-data.jsonl"}
+    own = run("methods", "--model", model, "--out", model / "results.json")
+    assert "choose another name" in str(own.exception)  # an adapter's own results are left alone
 
 
 def test_context_length_command(tmp_path: Path) -> None:

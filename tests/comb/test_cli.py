@@ -101,13 +101,11 @@ def test_errors_are_one_line(
     adapter: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     (tmp_path / "long.txt").write_text("a" * 240)
-    (tmp_path / "empty.txt").write_text("\n")
     tiny("llama", seed=4).save_pretrained(tmp_path / "other")
     tiny("llama").save_pretrained(tmp_path / "bare")
     monkeypatch.setattr("torch.cuda.is_available", lambda: False)
     long = ["ask", adapter, "why?", "--doc", tmp_path / "long.txt", "--method", "full"]
     cases = [
-        (["ask", adapter, "why?", "--doc", tmp_path / "empty.txt"], "empty document"),
         ([*long, "--max-new-tokens", 256], "ask for at most 9 tokens"),
         (["ask", adapter, "why?", "--method", "magic"], "unknown method 'magic'; known: addition, attnlink, cacheb"),
         (["ask", adapter.parent / "backbone", "why?", "--method", "comb"], "from_backbone"),

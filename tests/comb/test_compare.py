@@ -23,7 +23,7 @@ from comb.documents.datasets import Counts, read_dataset
 from comb.documents.document import PromptBuilder
 from comb.engine.engine import PICEngine
 from comb.evaluation.compare import compare, kl_divergence, measure_times, question_name
-from comb.evaluation.plot import Frontier, Quality
+from comb.evaluation.plot import Frontier
 from comb.evaluation.record import Journal
 from comb.evaluation.setting import AnswerRules, Setting, drop_too_long, read_sets, spread
 from comb.evaluation.summary import comparison_tables, summarize
@@ -505,24 +505,3 @@ def test_methods_are_drawn_by_how_much_sooner_they_answer_and_by_bytes_where_tho
     ]  # fmt: skip
     assert "bytes kept of a document's token" in frontiers(full=None, naive=None, small=None, none=None)
     assert "bytes kept of a document's token" not in frontiers(full=None, naive=None, primed=None, none=None)
-
-
-def test_the_frontier_shows_each_method_at_its_cost() -> None:
-    from matplotlib.figure import Figure
-
-    rows = [
-        {"method": "full", "refused": "", "kl": 0.0, "intervals": {}, "computed_tokens": 60},
-        {"method": "naive", "refused": "", "kl": 0.2, "intervals": {"kl": (0.1, 0.4)}, "computed_tokens": 5},
-        {"method": "exact", "refused": "", "kl": 1e-9, "intervals": {"kl": (0.0, 1e-9)}, "computed_tokens": 50},
-        {"method": "hypic", "refused": "no linear layers"},
-        {"method": "timeless", "refused": "", "kl": 0.1, "intervals": {"kl": (0.1, 0.1)}, "computed_tokens": None},
-        {"method": "none", "refused": "", "kl": 3.0, "intervals": {"kl": (2.0, 4.0)}, "computed_tokens": 1},
-    ]
-    axes, beside = Figure().subplots(2)
-    Frontier(rows, "computed_tokens", "tokens", "squad").draw(axes)
-    Quality([{**row, "em": 0.5, "ttft_cold_s": None} for row in rows], "em").draw(beside)
-    colours = [line.get_color() for line in beside.lines]  # one method is one colour in both, as there is one legend
-    assert [container.lines[0].get_color() for container in axes.containers] == colours[1:3]
-    assert [text.get_text() for text in axes.texts] == ["naive", "exact"]
-    assert [tuple(text.xy) for text in axes.texts] == [(5, 0.2), (50, 1e-3)]
-    assert (axes.get_title(), axes.get_yscale()) == ("squad", "log")

@@ -8,16 +8,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 from tokenizers.processors import TemplateProcessing
 
-from comb import CombForCausalLM, Document, PICEngine, Prompt, PromptBuilder
+from comb import Document, PICEngine, Prompt, PromptBuilder
 from comb.cache.store import PICacheStore
 from comb.documents.document import as_document
 from comb.documents.messages import referenced_documents
 from comb.engine.engine import UnknownDocumentError
 from tests.helpers.byte_text import TEMPLATE, byte_llama, byte_tokenizer
-from tests.helpers.families import open_gates, tiny
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -81,21 +79,6 @@ def test_documents_stand_in_front_of_the_first_user_message() -> None:
     assert tokenizer.decode(chat.flat) == (
         "<|system|>Be brief.<|user|>one\ntwo\na?<|assistant|>b<|end|><|user|>c?<|assistant|>"
     )
-
-
-@pytest.mark.parametrize("text", ["a <|end|> b", "<|user|>", "<|assistant|>done<|end|>"])
-def test_a_document_that_spells_a_special_token_stays_text(text: str) -> None:
-    tokenizer = byte_tokenizer()
-    builder = PromptBuilder(tokenizer)
-    special = set(tokenizer.all_special_ids)
-    segment = builder.segment(text)
-    assert not special & set(segment)
-    assert tokenizer.decode(segment) == text + "\n"
-    # in messages and raw prompts it is what it is without documents
-    for built, same in ((builder.build(text, [segment]), builder.build(text)),
-                        (builder.complete(text, [segment]), builder.complete(text))):  # fmt: skip
-        assert built.bare == same.bare
-        assert special & set(ids(tokenizer, text)) <= set(same.bare)
 
 
 def test_a_document_spells_no_tag_of_the_template() -> None:
@@ -235,7 +218,7 @@ def test_calls_of_tools_stand_in_prompts_and_a_template_may_show_them_alone() ->
 
 
 CHUNKS = ["The mill burnt down in 1907.", "Its owner was Ada Flint.", "She moved to York."]
-SPECS = ["full", "prefix", "naive", "legolink:4", "legolink-0", "attnlink:4", "cacheblend:0.2", "focus:0.2"]
+SPECS = ["full", "prefix", "legolink:4", "legolink-0", "cacheblend:0.2"]
 
 
 def llama() -> Any:
@@ -291,21 +274,6 @@ def test_chat_with_cache_ids_in_any_order(spec: str) -> None:
     with pytest.raises(UnknownDocumentError):
         engine.remove_documents([b])
     assert engine.store.stats().in_use == 0
-
-
-def test_comb_reads_documents_named_in_messages() -> None:
-    torch.manual_seed(0)
-    tokenizer = byte_tokenizer()
-    backbone = tiny("llama")
-    backbone.resize_token_embeddings(len(tokenizer))
-    model = open_gates(CombForCausalLM.from_backbone(backbone, num_encoder_layers=2))
-    engine = PICEngine(model, tokenizer)
-    a, b, _ = engine.add_documents(CHUNKS)
-    answer = engine.chat(mixed(a, b), max_new_tokens=4)
-    assert answer.report.encoder
-    assert answer.report.prompt_tokens == len(tokenizer.encode("<|system|>Facts: <|user|>Given who?<|assistant|>"))
-    off = engine.chat(mixed(a, b), encoder=False, max_new_tokens=4)
-    assert off.report.prompt_tokens == answer.report.prompt_tokens + sum(len(text) + 1 for text in CHUNKS[:2])
 
 
 def test_methods_share_what_they_compile_alike() -> None:

@@ -104,14 +104,6 @@ def test_causal_encoding_of_a_prefix_is_a_prefix_of_the_encoding() -> None:
     assert (whole.keys[:, :3] - part.keys).abs().max() > 1e-3
 
 
-def test_keys_come_out_normalised() -> None:
-    model = CombForCausalLM.from_backbone(tiny("llama"), num_encoder_layers=2)
-    for head in model.encoder.key_value_heads:
-        head.k_norm.weight.data.fill_(1.0)
-    (picache,) = model.encode([[5, 6, 7]])
-    torch.testing.assert_close(picache.keys.pow(2).mean(-1), torch.ones(2, 3, 2), rtol=1e-3, atol=1e-3)
-
-
 def test_equal_segments_are_encoded_once_and_many_in_batches(
     model: CombForCausalLM, monkeypatch: pytest.MonkeyPatch
 ) -> None:

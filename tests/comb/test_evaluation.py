@@ -106,18 +106,6 @@ def test_plots_are_written_and_hold_the_last_point_of_a_curve_far_from_zero(tmp_
     pyplot.close("all")
 
 
-def test_a_long_title_stays_on_the_picture(tmp_path: Path) -> None:
-    """Its margins are as empty as those of a picture without one."""
-    pytest.importorskip("matplotlib", reason="plots need matplotlib (the demo extra)")
-    from PIL import Image
-
-    panel = Quality([row("naive"), row("none")])
-    for title in ("", "smollm2-135m, naive,front=linktokens-smollm2-135m: trace agent, 24 requests, 91% repeated"):
-        with Image.open(draw([panel], tmp_path / "p.png", title=title)) as picture:
-            sides = [picture.convert("L").crop((x, 0, x + 4, picture.height // 8)) for x in (0, picture.width - 4)]
-        assert [side.getextrema() for side in sides] == [(255, 255)] * 2
-
-
 @pytest.mark.parametrize(
     ("text", "normal"),
     [

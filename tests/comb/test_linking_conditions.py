@@ -19,18 +19,12 @@ from comb.backbones.tokenizer import PASSAGE
 from comb.engine.engine import PICEngine
 from comb.linking.support import find_support
 from comb.methods.linked import Linked, PromptLayout
-from tests.comb.test_linking import DOCUMENTS, FRONT, PREFIX, QUERY, UNSEEN, error, link, model_of, spans_of
+from tests.comb.test_linking import DOCUMENTS, FRONT, PREFIX, QUERY, error, link, model_of, spans_of
 from tests.helpers.byte_text import byte_llama, byte_tokenizer
 from tests.helpers.families import tiny
 from tests.helpers.hybrids import HYBRIDS, tiny_hybrid
 
 pytestmark = pytest.mark.usefixtures("one_thread")
-
-
-@pytest.mark.parametrize("family", UNSEEN)
-def test_attention_that_cannot_be_seen_is_refused(family: str) -> None:
-    with pytest.raises(ValueError, match=r"'focus' can't be used with this model: \w+ computes attention in its own"):
-        methods.create("focus", model_of(family))
 
 
 @pytest.mark.parametrize(
@@ -347,13 +341,6 @@ def test_generation_settings_of_the_model_hold_as_with_full(spec: str, settings:
     assert answer(link(model, spec)) == expected
     if spec in ("cacheblend:1.0", "prefix"):
         assert expected == answer(link(model, "full"))
-
-
-def test_a_generation_configuration_of_its_own() -> None:
-    state = link(tiny("llama", std=0.15), "legolink:99")
-    given = tf.GenerationConfig(num_beams=3, max_new_tokens=12, do_sample=False)
-    left = state.generate(generation_config=given)
-    assert torch.equal(left, state.generate(num_beams=3, max_new_tokens=12, do_sample=False))
 
 
 @pytest.mark.parametrize("spec", ["legolink:4", "prefix"])

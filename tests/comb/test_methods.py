@@ -10,10 +10,10 @@ import torch
 
 from comb import CombForCausalLM, methods
 from comb.bench.methods import every_method
-from comb.cache.picache import CrossPICache, TokenPICache
+from comb.cache.picache import CrossPICache
 from comb.cli.doctor import check_methods
 from comb.linking.cache import Span
-from comb.methods.base import LinkRequest, Method
+from comb.methods.base import LinkRequest
 from comb.methods.linked import selects
 from comb.methods.prefix import PrefixMethod, prefixes_of
 from comb.methods.selection import Tokens
@@ -109,7 +109,6 @@ WRONG: dict[str, dict[str, str]] = {
         "legolink:1.5": "integer",
         "attnlink:3": "even",
         "cacheblend:0": "0 < ratio <= 1",
-        "cacheblend:1.2": "0 < ratio <= 1",
         "cacheblend:0.2,layers=4": "less than the model's 4 layers",
         "cacheblend:0.2,layers=0": "at least 1",
         "focus:0": "0 < ratio <= 1",
@@ -129,7 +128,6 @@ WRONG: dict[str, dict[str, str]] = {
     },
     "bamba": {
         "hypic:-1": "w is a number of tokens",
-        "hypic:1.5": "w is a number of tokens",
         "hypic:w=true": "w is a number of tokens",
         "hypic:mode=magic": "mode is one of addition, transition, rotation, seam",
         "hypic:storage=bfloat16": "storage is one of float32, float16",
@@ -153,22 +151,6 @@ def test_wrong_parameters_are_refused(family: str) -> None:
 
 
 # ---- full ----
-
-
-def test_full_is_the_plain_model(backbone: Any) -> None:
-    full = methods.create("full", backbone)
-    picaches = full.compile(DOCUMENTS)
-    assert all(isinstance(picache, TokenPICache) for picache in picaches)
-    state = full.link(picaches, QUERY, prefix_ids=PREFIX)
-    assert torch.equal(state.input_ids, flat(DOCUMENTS))
-    logits = state.logits
-    torch.testing.assert_close(logits, plain_logits(backbone, DOCUMENTS), atol=1e-5, rtol=1e-5)
-    assert torch.equal(state.generate(max_new_tokens=8, do_sample=False), plain_tokens(backbone, DOCUMENTS))
-    assert state.recomputed_tokens == sum(map(len, DOCUMENTS))
-    assert [use.state for use in state.uses[0]] == ["inlined"] * 3
-    # the state was not used up, and documents matter
-    assert torch.equal(state.logits, logits)
-    assert not torch.allclose(state.logits, plain_logits(backbone, DOCUMENTS[:2]), atol=1e-3)
 
 
 def test_prompt_longer_than_the_positions(backbone: Any) -> None:
@@ -325,11 +307,3 @@ def test_training_mode_is_switched_off_for_the_run_only() -> None:
     assert all(module.training for module in model.modules())
     with torch.no_grad():  # negative control: dropout is there
         assert not torch.equal(model(flat(DOCUMENTS)).logits, model(flat(DOCUMENTS)).logits)
-
-
-def test_link_batch_is_optional() -> None:
-    prefix = methods.create("prefix", make("llama"))
-    assert isinstance(prefix, Method)
-    assert not prefix.batches
-    with pytest.raises(NotImplementedError, match="one row at a time"):
-        prefix.link_batch([])

@@ -232,7 +232,6 @@ def test_sampling_when_it_is_asked_for(engine: PICEngine) -> None:
     ("settings", "message"),
     [
         ({"max_new_tokens": 0}, "max_new_tokens must be .* at least 1, got 0"),
-        ({"max_new_tokens": -3}, "got -3"),
         ({"max_new_tokens": True}, "got True"),
         ({"temperature": -1}, "temperature .* got -1"),
         ({"temperature": float("nan")}, "got nan"),
