@@ -113,10 +113,8 @@ def test_what_cannot_be_reached_says_what_to_do(hub: Path, monkeypatch: pytest.M
         ("hotpotqa", f"hf://{hub}", r"can't be loaded \(RuntimeError: Dataset scripts are no longer supported"),
         ("hotpotqa", "hf://nobody/nothing", "can't be loaded .*HF_HUB_OFFLINE not set.*hf download nobody/nothing"),
         ("hotpotqa", "hf://", "names no set; expected hf://org/name"),
-        ("hotpotqa", "hf://?split=train", "names no set"),
         ("hotpotqa", "hf://org/name?splits=train", "has 'splits=train'; expected hf://org/name"),
         ("hotpotqa", "hf://org/name?split=", "has 'split='"),
-        ("hotpotqa", "hf://org/name?config", "has 'config'"),
         ("babi", "hf://org/name", "no bAbI file"),
         ("nano", "hf://org/name", "reads no file"),
     ):

@@ -180,23 +180,6 @@ def test_a_run_goes_on_from_the_adapter_of_another(run: Callable[..., Any], tmp_
     assert begun[1] != pytest.approx(fresh[1], rel=1e-3)
 
 
-@pytest.mark.parametrize(
-    ("weights", "name"),
-    [((0, 1), "KL to full recompute, nats"), ((1, 0), "cross-entropy, nats"), ((1, 2), "cross-entropy + KL")],
-)
-def test_the_plot_names_what_it_shows(
-    run: Callable[..., Any], monkeypatch: pytest.MonkeyPatch, weights: tuple[int, int], name: str
-) -> None:
-    drawn: list[dict[str, Any]] = []
-    monkeypatch.setattr("comb_training.train.plot_training", lambda *_, **options: drawn.append(options))
-    ce, kl = weights
-    ended = run(f"train.ce_weight={ce}", f"train.kl_weight={kl}", "train.steps=1", "--no-eval")
-    assert ended.exit_code == 0, ended.output
-    [plot] = drawn
-    assert plot["loss"].startswith(name)
-    assert [step for step, _ in plot["heldout"]] == [0, 1]
-
-
 def test_a_dry_run_shows_what_is_not_by_default_whole(run: Callable[..., Any], tmp_path: Path) -> None:
     prefix = "Answer from the texts alone, and say so where they hold nothing asked for. "
     path = tmp_path / ("a-long-name-of-a-folder-" * 6)

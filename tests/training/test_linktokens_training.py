@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 from unittest.mock import Mock
@@ -78,29 +77,6 @@ def test_documents_of_a_row_see_themselves_and_everything_else_sees_all() -> Non
     ]
     [near] = visible(segments, segments, places, places, window=2)[0]
     assert near.int().tolist()[-1] == [0, 0, 0, 0, 0, 1, 1]
-
-
-def test_the_whole_run_from_a_configuration(tmp_path: Path) -> None:
-    settings = config_from_dict(
-        {
-            "model": {"backbone": "nano", "options": {"num_link_tokens": 2}},
-            "data": {"dataset": "nano", "num_documents": 2, "limit": 24},
-            "train": {
-                "method": "linktokens", "steps": 4, "batch_size": 8, "answers": "gold", "kl_weight": 1.0,
-                "ce_weight": 0.0, "output_dir": str(tmp_path), "eval_steps": 2,
-            },
-            "eval": {"methods": ["full", "linktokens"], "limit": 4},
-        }
-    )  # fmt: skip
-    result = run_training(settings, progress=False)
-    record = json.loads((tmp_path / "training.json").read_text())
-    assert record["parameters"]["trainable"] == result.model.num_trainable_parameters()[0]
-    assert len(record["heldout_closed"]) >= 2
-    assert "2 learned\nlink tokens" in (tmp_path / "README.md").read_text()
-    loaded: Any = AutoModelForCausalLM.from_pretrained(tmp_path)
-    assert loaded.fingerprint == result.model.fingerprint
-    answer = PICEngine.from_pretrained(tmp_path).ask("Where?", ["A text.", "Another."], max_new_tokens=2)
-    assert answer.report.method == "linktokens"
 
 
 def test_fresh_link_tokens_start_as_the_passage(tmp_path: Path) -> None:

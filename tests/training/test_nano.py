@@ -21,10 +21,8 @@ from comb_training.nano import world as words
 from comb_training.nano.world import ledger, pairs
 from scripts.nano.evaluate import exact_match
 from scripts.nano.hybrid import LINEAR, HybridRecipe, build_hybrid, distil, match_layers, row_stream
-from scripts.nano.initialise import build_model
 from scripts.nano.ledger import LedgerRecipe, build_ledger, row_batch, train
-from scripts.nano.packing import encode, pack
-from scripts.nano.pretrain import forward
+from scripts.nano.packing import encode
 from scripts.nano.tokenizer import train_tokenizer
 
 
@@ -126,22 +124,6 @@ def test_chat_template_gives_the_prompt_layout() -> None:
             assert tokenizer(whole, add_special_tokens=False)["input_ids"] == expected
 
 
-def test_packed_rows_equal_single_prompts(tokenizer: PreTrainedTokenizerFast) -> None:
-    model = build_model(tokenizer, 0).eval()
-    for part in (model.model.layers[3].self_attn.o_proj, model.model.layers[3].mlp.down_proj):
-        torch.nn.init.normal_(part.weight, std=0.1)
-    encoded = [encode(tokenizer, scene) for scene in scenes("train", 5)]
-    rows = pack(encoded, tokenizer.pad_token_id, document_weight=0.0)
-    with torch.no_grad():
-        packed, _ = forward(model, rows)
-        single = []
-        for scene in encoded:
-            for ask, answer in zip(scene.asks, scene.answers, strict=True):
-                ids = torch.tensor([scene.context + ask + answer])
-                single.append(model(input_ids=ids).logits[0, -len(answer) - 1 : -1])
-    torch.testing.assert_close(packed, torch.cat(single), atol=1e-4, rtol=1e-4)
-
-
 def test_checkpoint_is_small_and_knows_its_tokens(nano: LlamaForCausalLM, tokenizer: PreTrainedTokenizerFast) -> None:
     assert sum(file.stat().st_size for file in CHECKPOINT.iterdir()) <= 10_000_000
     assert (tokenizer.eos_token, tokenizer.pad_token, tokenizer.bos_token) == ("<|end|>", "<|pad|>", None)
@@ -172,19 +154,6 @@ def test_checkpoint_reads_stories_in_the_forms_of_babi(
 def test_checkpoint_cannot_answer_without_documents(nano: LlamaForCausalLM, tokenizer: PreTrainedTokenizerFast) -> None:
     scores = exact_match(nano, tokenizer, num_scenes=12, seed=78, documents=False)
     assert scores["all"]["exact_match"] <= 0.08, scores
-
-
-def test_all_but_the_linear_layers_is_the_nano(nano: LlamaForCausalLM) -> None:
-    hybrid = build_hybrid(nano, seed=0).eval()
-    ids = torch.arange(5, 45)[None]
-    without = LlamaForCausalLM.from_pretrained(CHECKPOINT).eval()
-    for index in LINEAR:
-        hybrid.model.layers[index].mamba.out_proj.weight.data.zero_()
-        without.model.layers[index].self_attn.o_proj.weight.data.zero_()
-    with torch.no_grad():
-        found, expected, whole = hybrid(ids).logits, without(ids).logits, nano(ids).logits
-    assert torch.allclose(found, expected, atol=1e-4)
-    assert (expected - whole).abs().max() > 1
 
 
 def test_both_steps_of_the_hybrid_learn(nano: LlamaForCausalLM, tokenizer: PreTrainedTokenizerFast) -> None:

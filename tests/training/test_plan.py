@@ -195,15 +195,6 @@ def test_missing_things_are_said_and_the_rest_is_shown(tmp_path: Path) -> None:
     assert counted(result.output)[0] == COUNTS["llama-3.1-8b-instruct"][0]
 
 
-def test_a_front_counts_with_its_start_on_no_device() -> None:
-    alone, behind = (
-        counted(dry_run(str(CONFIGS["llama-3.1-8b-instruct"]), f"model.options={{front: {front}}}").output)[1]
-        for front in ("none", "prose")
-    )
-    front, sink = 26 * 2 * 8 * 137 * 128, 2 * 8 * 8 * 128
-    assert behind - alone == front + sink
-
-
 def test_a_text_of_one_s_own_counts_as_long_as_it_is(tmp_path: Path) -> None:
     text = tmp_path / "front.txt"
     text.write_text("The museum is open from May to October.")

@@ -70,23 +70,6 @@ def test_loss_and_gradients_do_not_depend_on_the_split_into_batches(tmp_path: Pa
             torch.testing.assert_close(other[name], gradient, rtol=1e-4, atol=1e-7, msg=name)
 
 
-def test_a_mean_of_batch_means_would_not_pass(tmp_path: Path) -> None:
-    """Negative control: the examples above tell a mean over tokens from a mean over batches."""
-    model, rows = comb_model(gate=0.5), examples()
-    order = [index for batch in trainer(model, tmp_path, rows).sampler.batches(0) for index in batch]
-
-    def mean_loss(indices: list[int]) -> float:
-        batch = Collator(0, exact_prefix=model.config.exact_prefix)([rows[index] for index in indices])
-        labels = batch.pop("labels")
-        with torch.no_grad():
-            return float(target_loss(model(**batch), labels))
-
-    halves = (mean_loss(order[:6]) + mean_loss(order[6:])) / 2
-    loss, _ = one_step(tmp_path, 12, 1)
-    assert mean_loss(order) == pytest.approx(loss, rel=1e-5)
-    assert halves != pytest.approx(loss, rel=1e-3)
-
-
 def test_the_loss_is_the_backbones_own(tmp_path: Path) -> None:
     model, batch = comb_model(gate=0.5), Collator(0)(examples())
     labels = batch["labels"]
