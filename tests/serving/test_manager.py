@@ -207,12 +207,14 @@ SIZES = {name: 1 + 5 * index for index, name in enumerate("abcdef")}
 STEPS = st.lists(
     st.one_of(
         st.tuples(st.just("acquire"), st.lists(st.sampled_from("abcdef"), min_size=1, max_size=4)),
+        st.tuples(st.just("hold"), st.just("abcdef")),
         st.tuples(st.just("release"), st.integers(0, 20)),
         st.tuples(st.just("cancel"), st.integers(0, 20)),
-        st.tuples(st.just("answer"), st.booleans()),
+        st.tuples(st.just("answer"), st.sampled_from([True, True, False])),
         st.tuples(st.sampled_from(["pin", "unpin", "remove", "expire"]), st.sampled_from("abcdef")),
         st.tuples(st.just("later"), st.none()),
     ),
+    min_size=20,
     max_size=60,
 )
 
@@ -248,6 +250,11 @@ async def test_any_sequence_keeps_the_invariants(steps: list[tuple[str, Any]], w
     for what, value in steps:
         if what == "acquire":
             tasks.append(asyncio.create_task(manager.acquire([wanted(name, SIZES[name]) for name in value])))
+        elif what == "hold":
+            leases.append(manager.hold([wanted(name, SIZES[name]) for name in value]))
+            assert not {document.handle for document in leases[-1].documents} & {
+                handle for _, handle, _ in encoders.open
+            }
         elif what == "release" and leases:
             leases.pop(value % len(leases)).release()
         elif what == "cancel" and tasks:
