@@ -496,10 +496,16 @@ FIELDS = ["prompt", "comb", "cache_salt", "vllm_xargs", "kv_transfer_params", "c
 DOCUMENT_LISTS = VALUES | st.just(DOCUMENTS) | st.lists(VALUES, max_size=2)
 OPTIONAL: Any = {"messages": VALUES | st.just(ASKED), "documents": DOCUMENT_LISTS}
 BODIES = st.fixed_dictionaries({}, optional=dict.fromkeys([*FIELDS, "text", "id"], VALUES) | OPTIONAL)
+ODD = [b"", b"null", b"[]", b'""', b"\xff\xfe{}", b'{"documents": ["\\udc00"]}', "\ufeff{}".encode()]
+NUMBERS = st.sampled_from(["9" * 5000, "1e999", "-1e999", "NaN", "0." + "1" * 5000])
+HUGE = st.builds(lambda name, number: f'{{"text": "x", "{name}": {number}}}'.encode(), st.sampled_from(NAMES), NUMBERS)
 
 
-@settings(max_examples=150, deadline=None)
-@given(st.sampled_from([CHAT, COMPLETIONS, "/v1/documents", "/v1/documents/x"]), BODIES | st.binary(max_size=40))
+@settings(max_examples=200, deadline=None)
+@given(
+    st.sampled_from([CHAT, COMPLETIONS, "/v1/documents", "/v1/documents/x"]),
+    BODIES | st.binary(max_size=40) | st.sampled_from(ODD) | HUGE,
+)
 async def test_no_body_makes_a_500(path: str, body: Any) -> None:
     server = Server()
     answer = await server.post(path, body)

@@ -76,18 +76,14 @@ def test_without_vllm(shell: Shell, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_checkpoints_that_are_none(shell: Shell, tmp_path: Path) -> None:
-    for name, text in (("empty", None), ("bad", "{"), ("blank", "{}"), ("untyped", '{"hidden_size": 8}')):
+    for name, text in (("empty", None), ("blank", "{}")):
         (tmp_path / name).mkdir()
         if text is not None:
             (tmp_path / name / "config.json").write_text(text)
     for checkpoint, message in (
-        ("nowhere", "'nowhere': there is no such folder, and a Hub id is owner/name"),
         ("out/nowhere", "'out/nowhere': there is no such folder, and as a Hub id: We couldn't connect"),
-        ("./out/nowhere/x", "no such folder"),
         ("empty", "'empty': it holds no config.json"),
         ("blank", "blank/config.json has no model_type"),
-        ("bad", "bad/config.json is damaged or cut off, it is not JSON"),
-        ("untyped", "untyped/config.json has no model_type"),
         (CHECKPOINT, "model_type is 'llama': link documents in a plain model with `comb serve"),
         ("nano", "'nano' is no COMB adapter"),
     ):

@@ -3,24 +3,22 @@
 from __future__ import annotations
 
 import copy
-import http.client
 import json
 import math
 import os
 from collections.abc import Iterator
-from contextlib import closing
 from typing import Any
 
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from tests.helpers.served import CHAT, COMPLETIONS, QUESTION, TEXTS, Served
+from tests.helpers.served import CHAT, COMPLETIONS, TEXTS, Served
 
 pytestmark = [pytest.mark.vllm, pytest.mark.slow]
 
 DOCUMENTS = "/v1/documents"
-EXAMPLES = int(os.environ.get("COMB_FUZZ_EXAMPLES", "250"))
+EXAMPLES = int(os.environ.get("COMB_FUZZ_EXAMPLES", "300"))
 LINKED = [TEXTS[0], {"title": "T", "text": TEXTS[1], "id": "d"}, {"token_ids": [5, 6, 7]}, {"id": "known"}]
 COMMON: dict[str, Any] = {
     "model": "nano", "documents": LINKED, "comb": {"encoder": True}, "max_tokens": 3, "temperature": 0.5, "top_p": 0.9,
@@ -29,12 +27,18 @@ COMMON: dict[str, Any] = {
 }  # fmt: skip
 PARTS = [{"type": "text", "text": "Where"}, {"type": "document", "id": "known"}, {"type": "text", "text": " is Ada?"}]
 VALID: list[tuple[str, dict[str, Any]]] = [
-    (CHAT, {**COMMON, "messages": QUESTION, "logprobs": True, "top_logprobs": 2, "chat_template_kwargs": {"a": 1}}),
-    (CHAT, {**COMMON, "messages": [{"role": "system", "content": "s"}, {"role": "user", "content": PARTS}]}),
-    (COMPLETIONS, {**COMMON, "prompt": "Where is Ada?", "logprobs": 1, "echo": False}),
-    (COMPLETIONS, {**COMMON, "prompt": [[5, 6], [7, 8, 9]], "comb": {"encoder": False}}),
+    (
+        CHAT,
+        {
+            **COMMON,
+            "messages": [{"role": "system", "content": "s"}, {"role": "user", "content": PARTS}],
+            "logprobs": True,
+            "top_logprobs": 2,
+            "chat_template_kwargs": {"a": 1},
+        },
+    ),
+    (COMPLETIONS, {**COMMON, "prompt": ["Where?", [7, 8, 9]], "comb": {"encoder": False}, "logprobs": 1}),
     (DOCUMENTS, {"text": "Ada is here.", "title": "T", "id": "fuzz", "pin": False, "ttl_s": 0.5}),
-    (DOCUMENTS, {"token_ids": [5, 6, 7], "id": "fuzz-ids"}),
 ]
 
 
@@ -88,16 +92,7 @@ def mutated(draw: Any) -> tuple[str, dict[str, Any]]:
     return path, body
 
 
-def send(served: Served, path: str, data: bytes, method: str = "POST") -> tuple[int, bytes]:
-    """Status and body, within a minute."""
-    with closing(http.client.HTTPConnection("127.0.0.1", served.port, timeout=60)) as connection:
-        headers = {"content-type": "application/json", "authorization": "Bearer alice"}
-        connection.request(method, path, data, headers)
-        answer = connection.getresponse()
-        return answer.status, answer.read()
-
-
-def vllms_own(path: str, data: bytes) -> bool:
+def vllms_own(path: str, body: dict[str, Any]) -> bool:
     """Whether vLLM's reading of a request breaks over this body, which without documents is its business alone.
 
     0.32 asks `structured_outputs`, `tools` and others for their members before it looks whether they are objects.
@@ -106,9 +101,7 @@ def vllms_own(path: str, data: bytes) -> bool:
     from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionRequest
     from vllm.entrypoints.openai.completion.protocol import CompletionRequest
 
-    body = json.loads(data)
-    for name in ("documents", "comb"):
-        body.pop(name, None)
+    body = {name: value for name, value in json.loads(json.dumps(body)).items() if name not in ("documents", "comb")}
     try:
         {CHAT: ChatCompletionRequest, COMPLETIONS: CompletionRequest}[path].model_validate(body)
     except (ValidationError, ValueError):
@@ -116,19 +109,6 @@ def vllms_own(path: str, data: bytes) -> bool:
     except Exception:
         return True
     return False
-
-
-def check(served: Served, path: str, data: bytes) -> int:
-    """Sends a body; every answer is one, and every refusal says why. What vLLM itself breaks over is left out."""
-    status, answer = send(served, path, data)
-    if status == 500 and path != DOCUMENTS and vllms_own(path, data):
-        return status
-    assert status < 500, (path, data[:2000], answer)
-    if status >= 400:
-        error = json.loads(answer)["error"]
-        assert error["message"], answer
-        assert error["code"] == status, answer
-    return status
 
 
 @pytest.fixture(autouse=True)
@@ -143,25 +123,12 @@ def _unharmed(served: Served) -> Iterator[None]:
 @settings(max_examples=EXAMPLES, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
 @given(mutated())
 def test_mutated_bodies(served: Served, found: tuple[str, dict[str, Any]]) -> None:
+    """Every answer is one, and every refusal says why. What vLLM itself breaks over is left out."""
     path, body = found
-    check(served, path, json.dumps(body).encode())
-
-
-@settings(max_examples=60, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
-@given(st.sampled_from(VALID), st.integers(0, 10**6), st.binary(max_size=6), st.integers(0, 8))
-def test_damaged_bytes(served: Served, valid: tuple[str, dict[str, Any]], at: int, put: bytes, taken: int) -> None:
-    path, body = valid
-    data = json.dumps(body).encode()
-    at %= len(data)
-    check(served, path, data[:at] + put + data[at + taken :])
-
-
-@pytest.mark.parametrize("path", [CHAT, COMPLETIONS, DOCUMENTS])
-def test_bodies_out_of_all_measure(served: Served, path: str) -> None:
-    asked = {"messages": QUESTION, "prompt": "Where is Ada?", "max_tokens": 2}
-    for number in ("9" * 5000, "1e999", "-1e999", "NaN", "0." + "1" * 5000):
-        for field in ("max_tokens", "temperature", "documents", "ttl_s", "text"):
-            body = json.dumps({**asked, "documents": TEXTS})[:-1] + f', "{field}": {number}}}'
-            check(served, path, body.encode())
-    for data in (b"", b"null", b"[]", b'""', b"\xff\xfe{}", b'{"documents": ["\\udc00"]}', "\ufeff{}".encode()):
-        assert check(served, path, data) == 400
+    status, answer = served.request("POST", path, body)
+    if status == 500 and path != DOCUMENTS and vllms_own(path, body):
+        return
+    assert status < 500, (path, str(body)[:2000], answer)
+    if status >= 400:
+        assert answer["error"]["message"], answer
+        assert answer["error"]["code"] == status, answer
