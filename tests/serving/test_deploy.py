@@ -56,17 +56,6 @@ async def shown_by(server: Server) -> set[str]:
     return set(re.findall(r"^(comb:[a-z_]+)", generate_latest(registry).decode(), re.M))
 
 
-def test_panels_do_not_overlap_and_have_one_id_each() -> None:
-    assert len({panel["id"] for panel in PANELS}) == len(PANELS)
-    taken: set[tuple[int, int]] = set()
-    for panel in PANELS:
-        place = panel["gridPos"]
-        cells = {(place["x"] + x, place["y"] + y) for x in range(place["w"]) for y in range(place["h"])}
-        assert not cells & taken
-        assert max(x for x, _ in cells) < 24
-        taken |= cells
-
-
 def test_compose_names_files_volumes_and_options_that_exist() -> None:
     for service in COMPOSE["services"].values():
         for volume in service.get("volumes", []):

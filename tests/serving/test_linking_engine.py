@@ -211,12 +211,6 @@ def test_statements_that_dont_fit_end_in_an_error_and_touch_nobody(linked: Linke
     assert linked.ask([(plain, "full")])[0][0]
 
 
-def test_nothing_is_left_after_a_thousand_requests(linked: LinkedEngine) -> None:
-    for turn in range(170):  # of six each
-        linked.ask([(prompt, linked.behind(RULES[(turn + at) % len(RULES)])) for at, prompt in enumerate(PROMPTS)], 2)
-    check_nothing_is_left(linked.scheduler)
-
-
 def test_several_samples_of_one_prompt_are_linked_each(linked: LinkedEngine) -> None:
     prompt, parameters = linked.request(PROMPTS[0], linked.behind("legolink:4"))
     parameters.n, parameters.temperature, parameters.top_k = 3, 1.0, 1

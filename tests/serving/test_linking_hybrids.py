@@ -102,29 +102,6 @@ def test_preempted_and_fetched_states_are_those_of_before(eager: bool, tmp_path:
 
 
 @pytest.mark.slow
-def test_a_hybrid_is_served(tmp_path: Path) -> None:
-    """It is healthy only when it has linked two documents where that must change nothing (`api.start_check`)."""
-    model = tmp_path / "model"
-    tiny_model("falcon_h1", model, vocab_size=259)
-    make_tokenizer(template=TEMPLATE).save_pretrained(model)
-    with serve(model, tmp_path, "--method", "hypic:4") as server:
-        found = [server.chat(TEXTS) for _ in range(2)]
-        status, full = server.chat(TEXTS, comb={"method": "full"})
-        assert [each[0] for each in found] == [status] * 2 == [200, 200]
-        reports = [body["comb"] for _, body in found]
-        assert {report["method"] for report in reports} == {"hypic:4"}
-        for report, state in zip(reports, ("compiled", "hit"), strict=True):
-            assert {document["state"] for document in report["documents"]} == {state}
-            assert report["linked_tokens"] == sum(document["tokens"] - 8 for document in report["documents"])
-            assert report["prefix_tokens"] == 0
-        assert found[0][1]["choices"] == found[1][1]["choices"] != full["choices"]
-        refused, error = server.chat(TEXTS, comb={"method": "legolink:4"})
-        assert refused == 400
-        assert "ask for hypic:4 or full" in error["error"]["message"]
-        server.wait_until_idle()
-
-
-@pytest.mark.slow
 @pytest.mark.parametrize("method", ["hypic:4", "hypic:4,front=prose"])
 def test_what_stands_in_front_of_documents_is_kept_with_its_states(method: str, tmp_path: Path) -> None:
     """Exactly: the answer is that of a server which has computed it."""

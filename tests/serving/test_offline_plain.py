@@ -90,16 +90,6 @@ def test_what_is_no_list_of_documents_is_said(llm: LLM, documents: Any) -> None:
         llm.chat(QUESTION, documents=documents, use_tqdm=False)
 
 
-def test_calls_of_tools_stand_in_messages(llm: LLM, library: PlainLibrary) -> None:
-    from vllm import SamplingParams
-
-    call = {"id": "a", "type": "function", "function": {"name": "look", "arguments": "{}"}}
-    messages = [*QUESTION, {"role": "assistant", "content": "", "tool_calls": [call]}, *QUESTION]
-    parameters = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True, logprobs=0)
-    (answer,) = llm.chat(messages, parameters, documents=TEXTS, use_tqdm=False)
-    assert logs(answer) == pytest.approx(library.logs(library.chat(messages, TEXTS), METHOD, 8), abs=1e-4)
-
-
 def test_what_shapes_a_chat_is_in_its_prompt_or_refused(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
     tokenizer = llm.preprocessor.builder.tokenizer
     monkeypatch.setattr(tokenizer, "chat_template", "{{ tools | tojson }}{{ messages[0].content }}")

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import re
-import socket
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -13,20 +12,14 @@ from typing import Any
 
 import pytest
 
-from comb_serving.api.routes import CHAT, COMPLETIONS, GENERATION, MESSAGES, PASSED, RESPONSES
+from comb_serving.api.routes import CHAT, COMPLETIONS, GENERATION, RESPONSES
 from tests.helpers.processes import wait_for
-from tests.helpers.served import QUESTION, TEXTS, Served, states, text_of
+from tests.helpers.served import QUESTION, TEXTS, Served, text_of
 
 pytestmark = [pytest.mark.vllm, pytest.mark.slow]
 
 ROOT = Path(__file__).parents[2]
 OFF = {"comb": {"encoder": False}}
-ASKED: dict[str, dict[str, Any]] = {
-    CHAT: {"messages": QUESTION, "max_tokens": 12},
-    COMPLETIONS: {"prompt": "Where is Ada?", "max_tokens": 12},
-    RESPONSES: {"input": QUESTION[0]["content"], "max_output_tokens": 12},
-    MESSAGES: {"messages": QUESTION, "max_tokens": 12},
-}
 
 
 def test_answers_over_documents_equal_those_in_process(served: Served, nano_adapter: Path) -> None:
@@ -218,52 +211,10 @@ def test_errors_are_the_openai_clients_own(served: Served, client: Any) -> None:
     assert raised(openai.BadRequestError, [], extra={"comb": 3}).param == "comb"
     raised(openai.BadRequestError, [{"token_ids": [5] * 3000}])
     raised(openai.AuthenticationError, TEXTS, client.with_options(api_key="eve"))
-    pinned = []
-    try:
-        for number in range(40):  # until the pool is full of what can't go
-            body = {"token_ids": [5 + number] * 200, "id": f"pinned-{number}", "pin": True}
-            key = ("alice", "bob")[number % 2]  # each may pin its half
-            status, made = served.request("POST", "/v1/documents", body, key)
-            if status != 200:
-                break
-            pinned.append((made["id"], key))
-        assert (status, "your key would pin" in made["error"]["message"]) == (429, True), made
-        # neither has room for one more in its half, so together they leave none for two
-        full = raised(openai.RateLimitError, [{"token_ids": [900 + number] * 200} for number in range(2)])
-        assert int(full.response.headers["retry-after"]) > 0
-    finally:
-        for name, key in pinned:
-            assert served.request("DELETE", f"/v1/documents/{name}", key=key)[0] == 200
-    assert states(served.chat([{"token_ids": [900] * 200}])) == ["encoded"]
     served.wait_until_idle()
 
 
 # ---- routes ----
-
-
-def raw(served: Served, path: str, body: Any, *headers: str) -> bytes:
-    """The first line of the answer to a request with headers as they stand here."""
-    data = json.dumps(body).encode()
-    lines = [f"POST {path} HTTP/1.1", "host: x", "connection: close", f"content-length: {len(data)}", *headers]
-    with socket.create_connection(("127.0.0.1", served.port), timeout=60) as client:
-        client.sendall("\r\n".join([*lines, "", ""]).encode() + data)
-        return client.makefile("rb").readline()
-
-
-def test_nobody_reads_anothers_document_by_its_place(served: Served) -> None:
-    assert text_of(served.chat(["The secret of Alice is 42."]))
-    kind, multipart = "content-type: application/json", "content-type: multipart/form-data; boundary=x"
-    bob, more = "authorization: Bearer bob", {"vllm_xargs": {"comb_docs": [22, 2, 0, 1]}}
-    asked = {"model": "nano", **ASKED[CHAT], **ASKED[COMPLETIONS], **ASKED[RESPONSES]}
-    for path in (*GENERATION, *PASSED):
-        forged = {**asked, **more}
-        assert b" 401 " in raw(served, path, forged, kind)
-        assert b" 401 " in raw(served, path, asked, kind)
-        assert b" 400 " in raw(served, path, forged, kind, bob)
-        for headers in ((kind, multipart), (multipart, kind)):
-            assert b" 400 " in raw(served, path, forged, *headers, bob)
-            assert b" 400 " in raw(served, path, forged, *headers)
-        assert b" 400 " in raw(served, path, forged, kind, bob, "authorization: Bearer alice")
 
 
 @pytest.mark.parametrize(
