@@ -16,7 +16,6 @@ from comb.backbones.forward import count_in
 from comb.hybrid.caches import attention_layers, give_room, last_columns, new_cache, read_state, run, write_state
 from comb.hybrid.picache import HybridPICache, SegmentState
 from comb.hybrid.support import HybridSupport, record, transition_of
-from comb.hybrid.transition import Transition, TransitionError
 from comb.waits import all_finite
 
 
@@ -54,7 +53,6 @@ def compile_segment(
     # causal: what stands behind the interior can't change it
     recording = record(model, before + ids[:end], len(before) + start)
     linear: dict[int, SegmentState] = {}
-    transitions: dict[int, Transition] = {}  # before they are rounded to `dtype`
     earlier: Any = None
     for number, layer in support.linear.items():
         columns, last = read_state(recording.cache, number)
@@ -73,15 +71,6 @@ def compile_segment(
                 assert state_before is not None
                 state = state - transition.apply(state_before.float())
         linear[number] = SegmentState(kept, state.to(dtype), transition.stored(dtype))
-        transitions[number] = transition
-    if transitions:  # `Transition.check` for all layers, with one wait for a GPU
-        measured = [transition.measured() for transition in transitions.values()]
-        found = torch.stack([one.to(measured[0].device) for one in measured]).tolist()
-        for (number, transition), values in zip(transitions.items(), found, strict=True):
-            try:
-                transition.judge(*values)
-            except TransitionError as error:
-                raise ValueError(f"layer {number}: {error}") from error
     attention = _attention(recording.cache, recording.start)
     picache = HybridPICache(fingerprint, held, start, end, linear, attention, len(before))
     floating = {name: tensor for name, tensor in picache.tensors().items() if tensor.is_floating_point()}

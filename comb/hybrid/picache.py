@@ -103,8 +103,5 @@ class HybridPICache(PICache):
             if held:
                 ((family, tensor),) = held.items()
                 transition = TRANSITIONS.get(family)(tensor)
-                transition.check()
-            if state is not None and not bool(torch.isfinite(state).all()):
-                raise ValueError("the state of a linear layer holds NaN or infinity: compile the document again")
             linear[layer] = SegmentState(columns, state, transition)
         return cls(fingerprint, tensors["token_ids"], start, end, linear, attention, behind)

@@ -15,8 +15,6 @@ from comb.backbones.rotary import RotaryEmbedding
 from comb.hybrid.caches import last_columns, shift_in
 from comb.hybrid.picache import SegmentState
 from comb.hybrid.transition import (
-    TRANSITIONS,
-    DenseTransition,
     DiagonalTransition,
     ElementwiseTransition,
     ScalarTransition,
@@ -131,46 +129,6 @@ def test_segments_are_a_monoid(family: str) -> None:
     assert relative(left.state, right.state) < 1e-13
     assert relative(left.state, wrong.state) >= 1e-13
     assert relative(left.transition.tensor, right.transition.tensor) < 1e-13
-
-
-@pytest.mark.parametrize("family", ["deltanet", "gdn", "negative", "kda"])
-def test_dense_transitions_never_amplify(family: str) -> None:
-    transition = make(family, 200, torch.Generator().manual_seed(2)).transition
-    exact = torch.linalg.matrix_norm(transition.tensor, 2)
-    assert float(exact.amax()) <= 1 + 1e-12
-    assert isinstance(transition, DenseTransition)
-    bound = transition.norm_bound()
-    assert bool((bound <= exact + 1e-12).all())
-    assert bool((bound > 0.5 * exact).all())
-    transition.check()
-    transition.stored(torch.float16).check()
-    with pytest.raises(TransitionError, match="amplifies"):
-        DenseTransition(torch.eye(KEYS).expand(HEADS, -1, -1) * 1.02).check()
-
-
-@pytest.mark.parametrize("exponent", [0, -8, -13, -18, -25, -37, -44])
-def test_transitions_that_have_forgotten_everything_pass(exponent: int) -> None:
-    """Long segments: squares of their entries underflow in float32, which must not look like growth."""
-    tensor = torch.randn(HEADS, KEYS, KEYS, generator=torch.Generator().manual_seed(5)) * 0.1
-    tensor = (tensor.double() * 10.0**exponent).float()
-    transition = DenseTransition(tensor)
-    transition.check()
-    exact = torch.linalg.matrix_norm(tensor.double(), 2)
-    assert bool((transition.norm_bound().double() <= exact * (1 + 1e-5) + 1e-37).all())
-    DenseTransition(torch.zeros(HEADS, KEYS, KEYS)).check()
-
-
-@pytest.mark.parametrize("family", ["scalar", "diagonal", "elementwise", "dense"])
-def test_damaged_transitions_are_noticed(family: str) -> None:
-    cls = TRANSITIONS.get(family)
-    assert cls.family == family
-    tensor = make(family, 5, torch.Generator().manual_seed(3)).transition.tensor.clone()
-    tensor.view(-1)[1] = float("nan")
-    with pytest.raises(TransitionError, match="NaN"):
-        cls(tensor).check()
-    if family != "dense":
-        with pytest.raises(TransitionError, match="multiplies the state"):
-            cls(torch.full_like(tensor, 0.5)).check()
 
 
 def test_logarithms_do_not_underflow() -> None:

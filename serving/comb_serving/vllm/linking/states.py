@@ -35,7 +35,8 @@ from vllm.model_executor.layers.mamba.abstract import MambaBase
 from vllm.model_executor.layers.mamba.mamba_utils import is_conv_state_dim_first
 
 from comb.hybrid.scans import ScanCall, mamba2
-from comb.hybrid.transition import DenseTransition, ScalarTransition, Transition, TransitionError
+from comb.hybrid.transition import DenseTransition, ScalarTransition, Transition
+from comb.waits import all_finite
 from comb_serving.vllm.linking.links import CaptureCommand, ComposeCommand
 from comb_serving.vllm.versions import operators
 
@@ -299,11 +300,7 @@ class DocumentStates:
     def damaged(self, memory: Tensor) -> str:
         """Why what is kept of a document can't be used; empty if it can."""
         for name, kept in self.parts(memory).items():
-            try:
-                self.layers[name].family(kept.transition).check()
-            except TransitionError as error:
-                return f"{name}: {error}"
-            if not bool(torch.isfinite(kept.state).all() and torch.isfinite(kept.columns).all()):
+            if not all_finite((kept.transition, kept.state, kept.columns)):
                 return f"{name}: its state holds NaN or infinity"
         return ""
 
