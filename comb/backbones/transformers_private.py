@@ -6,7 +6,6 @@ Seen in transformers 5.16 to 5.19:
 - ``model._can_set_attn_implementation()``: whether a model calls its attention through `AttentionInterface`
 - ``eager_attention_forward`` in a model's file: eager attention with what the model adds to it (soft caps, sinks)
 - scan functions in a model's file: layers call them as globals of that file, and no hook sees what they are given
-- cache classes in a model's file: MiniMax makes one of its own for its linear layers, and no attribute names it
 - the report that ends in an error without a name, when weights of a checkpoint can't be put together
 - ``chat_template_utils._compile_jinja_template``: whether a template is one, before there is a chat
 - the names that a GGUF file's tensors have in a model, and which of its two readers takes an architecture
@@ -43,11 +42,6 @@ def eager_attention(module: nn.Module) -> Callable[..., Any]:
     """The eager attention of the file that `module`'s class stands in; Llama's where it has none."""
     own: Callable[..., Any] = _file_of(module).get("eager_attention_forward", eager_attention_forward)
     return own
-
-
-def classes_beside(module: nn.Module, base: type) -> list[Any]:
-    """The subclasses of `base` that the file of `module`'s class knows."""
-    return [value for value in _file_of(module).values() if isinstance(value, type) and issubclass(value, base)]
 
 
 @contextmanager

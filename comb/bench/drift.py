@@ -133,11 +133,12 @@ def exact_states(model: Any, token_ids: Sequence[int]) -> dict[int, Tensor]:
     """States behind these tokens by full recompute, by layer."""
     import torch
 
+    from comb.backbones.forward import empty_cache_of
     from comb.backbones.identity import exclusive
-    from comb.hybrid.caches import new_cache, run
+    from comb.hybrid.caches import run
 
     with exclusive(model), torch.no_grad():
-        past = new_cache(model)
+        past = empty_cache_of(model)
         run(model, list(token_ids), past, 0)
         return _states(model, past)
 

@@ -1,42 +1,28 @@
-"""Reads and writes the states in a transformers cache, whatever kind of cache a hybrid backbone takes.
+"""Reads and writes the states in a transformers cache.
 
-Three places exist: `LinearAttentionLayer` (conv_states, recurrent_states, has_previous_state), the same combined with
-keys and values in one layer (Falcon-H1, Zamba2), and MiniMax's cache of its own with a list `linear_cache`.
+Two places exist: `LinearAttentionLayer` (conv_states, recurrent_states, has_previous_state), and the same combined with
+keys and values in one layer (Falcon-H1, Zamba2).
 
 Shapes: one row; a recurrent state [H, ., .] or [channels, state], raw columns in front of a convolution [C, kernel].
 """
 
 from __future__ import annotations
 
-import functools
-from collections.abc import Hashable
 from typing import Any
 
 import torch
 from torch import Tensor
-from transformers.cache_utils import Cache, DynamicCache, DynamicLayer, LinearAttentionCacheLayerMixin
+from transformers.cache_utils import Cache, DynamicLayer, LinearAttentionCacheLayerMixin
 
-from comb.backbones.forward import StateCache, decoder_of, empty_cache_of, run_decoder, takes_positions
+from comb.backbones.forward import StateCache, empty_cache_of, run_decoder, takes_positions
 from comb.backbones.identity import identity_of
-from comb.backbones.transformers_private import classes_beside
 from comb.linking.cache import RoomyLayer
 
 
-def new_cache(model: Any) -> Cache:
-    """An empty cache of the kind that `model` takes."""
-    # MiniMax's module brings one along for its linear layers
-    own = (kind for kind in classes_beside(decoder_of(model), DynamicCache) if hasattr(kind, "set_linear_cache"))
-    kind: Any = next(own, None)
-    return empty_cache_of(model) if kind is None else _continued(kind)()
-
-
 def continued_cache(model: Any) -> Cache | None:
-    """An empty cache for a model whose own can't be gone on from: under a mask (MiniMax), or for want of a length.
-
-    None for all others, which make one themselves.
-    """
-    cache = new_cache(model) if is_hybrid(model) else None
-    return cache if hasattr(cache, "linear_cache") or isinstance(cache, StateCache) else None
+    """An empty cache for a model whose own can't be gone on from, for want of a length; others make one themselves."""
+    cache = empty_cache_of(model) if is_hybrid(model) else None
+    return cache if isinstance(cache, StateCache) else None
 
 
 def is_hybrid(model: Any) -> bool:
@@ -46,19 +32,16 @@ def is_hybrid(model: Any) -> bool:
         if getattr(model.config, "is_encoder_decoder", False):
             return False
         try:
-            cache: Any = new_cache(model)
+            cache: Any = empty_cache_of(model)
         except (AttributeError, KeyError, NotImplementedError, ValueError, TypeError):
             return False  # transformers has no cache for it
-        return hasattr(cache, "linear_cache") or any(hasattr(layer, "recurrent_states") for layer in cache.layers)
+        return any(hasattr(layer, "recurrent_states") for layer in cache.layers)
 
     return bool(identity_of(model).fact("is hybrid", find))
 
 
 def states_of(cache: Any, layer: int) -> tuple[Tensor | None, Tensor | None]:
     """Raw columns [rows, C, kernel] and recurrent states [rows, ...] as the cache holds them, or None."""
-    own = getattr(cache, "linear_cache", None)
-    if own is not None:
-        return None, own[layer] if layer < len(own) and isinstance(own[layer], Tensor) else None
     held = cache.layers[layer] if layer < len(cache.layers) else None
     if not isinstance(held, LinearAttentionCacheLayerMixin):
         return None, None
@@ -73,9 +56,6 @@ def read_state(cache: Any, layer: int) -> tuple[Tensor | None, Tensor | None]:
 
 def write_state(cache: Any, layer: int, columns: Tensor | None, state: Tensor | None) -> None:
     """Puts states [rows, ...] into a linear layer; tokens that follow continue from there."""
-    if getattr(cache, "linear_cache", None) is not None:
-        cache.set_linear_cache(layer, state)
-        return
     target = cache.layers[layer]
     if columns is not None:
         target.lazy_initialization(conv_states=columns)
@@ -118,28 +98,6 @@ def run(model: Any, token_ids: list[int], cache: Cache, start: int, *, step: int
         positions = torch.arange(start + first, start + first + ids.shape[1])[None] if takes_positions(model) else None
         hidden.append(run_decoder(model, ids, cache, position_ids=positions)[0])
     return torch.cat(hidden)
-
-
-@functools.cache
-def _continued(own: Hashable) -> Any:
-    """`own` with lengths taken from a layer that has keys: the model asks layer 0, which is linear in MiniMax."""
-
-    class ContinuedCache(own):  # type: ignore[misc, valid-type]  # a class found at run time
-        def _counting(self) -> int:
-            return next(iter(attention_layers(self)), len(self.layers))
-
-        def get_seq_length(self, layer_idx: int = 0) -> int:
-            return int(super().get_seq_length(self._counting()))
-
-        def get_mask_sizes(self, query_length: int, layer_idx: int) -> tuple[int, int]:
-            sizes: tuple[int, int] = super().get_mask_sizes(query_length, self._counting())
-            return sizes
-
-        def get_linear_cache(self, layer_idx: int) -> Any:
-            state = self.linear_cache[layer_idx] if layer_idx < len(self.linear_cache) else None
-            return state if isinstance(state, Tensor) else None
-
-    return ContinuedCache
 
 
 # A short convolution's state is the last raw columns in front of it, and nothing else. Every column is forgotten after

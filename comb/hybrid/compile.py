@@ -12,8 +12,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from comb.backbones.forward import count_in
-from comb.hybrid.caches import attention_layers, give_room, last_columns, new_cache, read_state, run, write_state
+from comb.backbones.forward import count_in, empty_cache_of
+from comb.hybrid.caches import attention_layers, give_room, last_columns, read_state, run, write_state
 from comb.hybrid.picache import HybridPICache, SegmentState
 from comb.hybrid.support import HybridSupport, record, transition_of
 from comb.waits import all_finite
@@ -65,7 +65,7 @@ def compile_segment(
             state = last.float()
             if recording.start:
                 if earlier is None:
-                    earlier = new_cache(model)
+                    earlier = empty_cache_of(model)
                     run(model, recording.token_ids[: recording.start], earlier, 0)
                 _, state_before = read_state(earlier, number)
                 assert state_before is not None
@@ -108,7 +108,7 @@ def _attention(cache: Any, start: int) -> dict[int, tuple[Tensor, Tensor]]:
 
 def restore(model: Any, pieces: Sequence[HybridPICache], length: int) -> Any:
     """A cache behind all of `pieces`, with room for `length` tokens; empty without pieces."""
-    cache = new_cache(model)
+    cache = empty_cache_of(model)
     if not pieces:
         return cache
     device = model.get_input_embeddings().weight.device

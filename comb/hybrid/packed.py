@@ -20,9 +20,9 @@ from torch import Tensor, nn
 from transformers.cache_utils import DynamicLayer
 
 from comb.backbones.attention_calls import STAND_INS
-from comb.backbones.forward import counted_passes, run_decoder, takes_positions
+from comb.backbones.forward import counted_passes, empty_cache_of, run_decoder, takes_positions
 from comb.backbones.transformers_private import attention_name
-from comb.hybrid.caches import attention_layers, new_cache, read_state
+from comb.hybrid.caches import attention_layers, read_state
 from comb.hybrid.compile import compile_segment
 from comb.hybrid.link import Item, SequentialLinker, link_segments, rerotated
 from comb.hybrid.picache import HybridPICache
@@ -164,14 +164,13 @@ def linker_for(model: Any, support: HybridSupport) -> Callable[..., SequentialLi
 
 
 def _tried(model: Any, support: HybridSupport) -> Callable[..., SequentialLinker]:
-    empty: Any = new_cache(model)
+    empty: Any = empty_cache_of(model)
     kinds = {type(empty.layers[number]) for number in support.attention if number < len(empty.layers)}
-    # a layer with states and keys has no place for scattered ones, nor has a cache of the model's own
+    # a layer with states and keys has no place for scattered ones
     if (
         support.step is not None
         or kinds != {DynamicLayer}
         or set(support.attention) & set(support.linear)
-        or hasattr(empty, "linear_cache")
         or not takes_positions(model)
     ):
         return SequentialLinker

@@ -20,7 +20,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from comb.hybrid.caches import new_cache, read_state, states_of, write_state
+from comb.backbones.forward import empty_cache_of
+from comb.hybrid.caches import read_state, states_of, write_state
 from comb.hybrid.transition import (
     DenseTransition,
     DiagonalTransition,
@@ -100,18 +101,9 @@ class TransitionProbe:
     def __init__(self, model: Any, call: LayerRun, seen: Any, start: int, *, step: int | None = None) -> None:
         _, state = read_state(seen, call.number)
         assert state is not None
-        if state.itemsize < 4:  # 16 bits (MiniMax) are too coarse to tell one family from another
-
-            def widened(value: Any) -> Any:
-                if isinstance(value, Tensor) and value.is_floating_point():
-                    return value.float()
-                return tuple(map(widened, value)) if isinstance(value, tuple) else value
-
-            kwargs = {name: widened(value) for name, value in call.kwargs.items()}
-            call = LayerRun(copy.deepcopy(call.module).float(), call.number, widened(call.args), kwargs)
         self.call, self.seen, self.start, self.step = call, seen, start, step
         self.zeros = torch.zeros_like(state, dtype=torch.float32)
-        self._before = new_cache(model)
+        self._before = empty_cache_of(model)
         if start:
             self.call.again(self._before, seen, 0, start)
 
@@ -126,8 +118,6 @@ class TransitionProbe:
         if columns is not None:
             columns = columns[None].expand(len(states), *columns.shape).contiguous()
         fresh.layers = [type(layer)() for layer in fresh.layers]
-        if hasattr(fresh, "linear_cache"):
-            fresh.linear_cache = []
         write_state(fresh, self.call.number, columns, states.clone())
         for layer in fresh.layers:  # OLMo-hybrid asks the last linear layer, whichever layer is running
             if hasattr(layer, "has_previous_state"):

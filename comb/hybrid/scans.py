@@ -123,11 +123,3 @@ def delta_rule(call: ScanCall, start: int) -> tuple[DenseTransition, Tensor]:
     _, last = call.function(**arguments)
     last = last[0].float()
     return DenseTransition(last[..., width:].contiguous()), last[..., :width].contiguous()
-
-
-def constant_decay(module: Any, tokens: int) -> ScalarTransition | None:
-    """T of a Lightning layer, whose decay per token is exp(-slope) whatever the token; None for other layers."""
-    slope = getattr(module, "slope_rate", None)
-    if not isinstance(slope, Tensor):
-        return None
-    return ScalarTransition(-slope.detach().reshape(-1).to(torch.float32) * tokens)

@@ -1,7 +1,7 @@
 """How a hybrid backbone is compiled and linked, found on the model in hand with a few made-up tokens.
 
 Nothing here knows a model class. Which cache layers hold states, keys or both, how each state's transition is read
-(from its scan, from a constant decay, or by the black-box probe), whether a multi-token pass may start from a state,
+(from its scan or by the black-box probe), whether a multi-token pass may start from a state,
 and where rotary positions are, is tried out; what doesn't hold is refused with the reason.
 """
 
@@ -15,12 +15,12 @@ import torch
 from torch import Tensor
 from transformers.cache_utils import DynamicLayer, LinearAttentionAndFullAttentionLayer, LinearAttentionLayer
 
-from comb.backbones.forward import StateCache
+from comb.backbones.forward import StateCache, empty_cache_of
 from comb.backbones.identity import exclusive, identity_of
 from comb.backbones.rotary import RotaryEmbedding, why_length_dependent
-from comb.hybrid.caches import attention_layers, new_cache, read_state, run, states_of
+from comb.hybrid.caches import attention_layers, read_state, run, states_of
 from comb.hybrid.probe import LayerRun, TransitionProbe, watch_layers
-from comb.hybrid.scans import SCAN_READERS, constant_decay, listen
+from comb.hybrid.scans import SCAN_READERS, listen
 from comb.hybrid.transition import Transition, TransitionError
 from comb.linking.positions import (
     PositionMap,
@@ -38,7 +38,7 @@ _TOKENS, _HEAD = 11, 5
 # of cache layers whose states and keys can be read and written
 _KINDS = (DynamicLayer, LinearAttentionLayer, LinearAttentionAndFullAttentionLayer)
 
-Source = Literal["scan", "decay", "probe"]
+Source = Literal["scan", "probe"]
 
 
 @dataclass(frozen=True)
@@ -111,7 +111,7 @@ class Recording:
 
 def record(model: Any, token_ids: list[int], start: int) -> Recording:
     """Runs `token_ids` from position zero in an empty cache, listening."""
-    cache = new_cache(model)
+    cache = empty_cache_of(model)
     reading = listen(model, lambda call: SCAN_READERS.get(call.name)(call, start))
     with reading as readings, watch_layers(model, cache) as layers:
         hidden = run(model, token_ids, cache, 0)
@@ -125,10 +125,6 @@ def transition_of(
     """T of the recorded tokens from `start` on in one linear layer, and S where reading T gives it as well."""
     if layer.source == "scan":
         return recording.scans[number]
-    if layer.source == "decay":
-        found = constant_decay(recording.layers[number].module, len(recording.token_ids) - recording.start)
-        assert found is not None
-        return found, None
     probe = TransitionProbe(model, recording.layers[number], recording.cache, recording.start, step=step)
     return probe.transition(layer.family, layer.axis)
 
@@ -136,7 +132,7 @@ def transition_of(
 def _try(model: Any) -> HybridSupport:
     if any(parameter.is_meta for parameter in model.parameters()):
         raise UnmovableError("its weights are on the meta device")
-    layers: list[Any] = new_cache(model).layers
+    layers: list[Any] = empty_cache_of(model).layers
     odd = sorted({type(layer).__name__ for layer in layers if type(layer) not in _KINDS})
     if any(getattr(layer, "number_of_states", 1) != 1 for layer in layers):
         odd.append("several states in one layer")
@@ -145,7 +141,7 @@ def _try(model: Any) -> HybridSupport:
             f"its cache has layers of kinds that can't be moved or composed: {', '.join(odd)} (sliding windows drop "
             "early tokens; indexed layers keep keys of their own)"
         )
-    check_decoder_alone(model, new_cache(model))
+    check_decoder_alone(model, empty_cache_of(model))
     whole = record(model, made_up_tokens(model, _TOKENS).tolist(), _HEAD)
     if not whole.layers:
         raise UnmovableError("no layer of it leaves a state in its cache: it isn't a hybrid")
@@ -156,7 +152,7 @@ def _try(model: Any) -> HybridSupport:
         raise UnmovableError(f"the backbone computes NaN or infinite hidden states in {model.dtype}")
     # the most tokens of a pass that goes on from a state as one pass over everything would
     for step in (None, 1):
-        cache = new_cache(model)
+        cache = empty_cache_of(model)
         run(model, whole.token_ids[:_HEAD], cache, 0)
         hidden = run(model, whole.token_ids[_HEAD:], cache, _HEAD, step=step)
         assert hidden is not None
@@ -166,12 +162,12 @@ def _try(model: Any) -> HybridSupport:
         raise UnmovableError(
             "its forward pass doesn't continue a cache of states and keys exactly, not even token by token"
         )
-    positions = find_positions(model, partial(new_cache, model))
+    positions = find_positions(model, partial(empty_cache_of, model))
     if reason := why_length_dependent(model):
         raise UnmovableError(reason)
     numbers = sorted(whole.layers)
     stateful = [number for number in numbers if read_state(whole.cache, number)[1] is not None]
-    seen = states_by_position(model, stateful, partial(new_cache, model), read_states)
+    seen = states_by_position(model, stateful, partial(empty_cache_of, model), read_states)
     sources = list(positions.sources)
     linear = {number: _linear_layer(model, whole, number, seen.get(number), step, sources) for number in numbers}
     check_shifts(sources)
@@ -216,10 +212,6 @@ def _linear_layer(
             f"layer {number} rotates keys by their position inside of a {family} linear layer: the state of a segment "
             "can't be moved to another position"
         )
-    if source == "probe" and family == "scalar":
-        decay = constant_decay(whole.layers[number].module, len(whole.token_ids) - _HEAD)
-        if decay is not None and probe.agrees(decay, axis, tolerance):
-            source = "decay"
     return LinearLayer(family, source, axis, kernel, rotation, state.dtype)
 
 

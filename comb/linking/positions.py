@@ -257,10 +257,8 @@ class RotaryProbe:
         cache = new_cache()
         run_decoder(self._model, tokens, cache, position_ids=where)
         shots: list[tuple[Tensor, ...]] = []
-        linear = getattr(cache, "linear_cache", ())  # MiniMax has empty layers in the places of linear ones
-        for number, layer in enumerate(cache.layers):
-            state = number < len(linear) and isinstance(linear[number], Tensor)
-            if state or (hasattr(layer, "recurrent_states") and getattr(layer, "keys", None) is None):
+        for layer in cache.layers:
+            if hasattr(layer, "recurrent_states") and getattr(layer, "keys", None) is None:
                 shots.append(())
                 continue
             if layer.keys is None or layer.values is None or layer.keys.ndim != 4:

@@ -25,7 +25,7 @@ from comb.hybrid.caches import attention_layers, is_hybrid, states_of
 from comb.hybrid.support import find_hybrid_support
 from comb.linking.cache import RoomyLayer, fork_cache, plain_layer, repeat_rows
 from comb.linking.positions import UnmovableError
-from comb.linking.support import check_keys_cached
+from comb.linking.support import check_keys_cached, takes_padded_rows
 
 DocumentState = Literal["hit", "compiled", "inlined", "continued"]
 
@@ -255,7 +255,7 @@ class PastState:
     @property
     def nbytes(self) -> int:
         """Bytes of keys, values and states, with the room behind them."""
-        tensors: list[Any] = list(getattr(self.cache, "linear_cache", ()))
+        tensors = list[Any]()
         for layer in self.cache.layers:
             tensors += [getattr(layer, "keys", None), getattr(layer, "values", None)]
             if isinstance(layer, LinearAttentionCacheLayerMixin):
@@ -332,6 +332,11 @@ def why_not_continue(model: Any) -> str:
     except UnmovableError as reason:
         return str(reason)
     return why_length_dependent(model)
+
+
+def decodes_padded(model: Any) -> bool:
+    """Whether rows decode in a padded batch; MiniMax, which takes a cache of its own, masks them wrongly there."""
+    return takes_padded_rows(model) and not (is_hybrid(model) and why_not_continue(model))
 
 
 def pass_size(model: Any) -> int | None:

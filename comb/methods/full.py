@@ -14,9 +14,9 @@ from comb.backbones.adapter import backbone_fingerprint
 from comb.backbones.identity import exclusive, identity_of
 from comb.cache.picache import PICache, TokenPICache
 from comb.hybrid.caches import continued_cache
-from comb.linking.support import distance, made_up_tokens, takes_padded_rows, tolerance_of
+from comb.linking.support import distance, made_up_tokens, tolerance_of
 from comb.methods.base import LinkRequest, Method
-from comb.methods.decode_state import DecodeState, PastState, SegmentUse, why_not_continue
+from comb.methods.decode_state import DecodeState, PastState, SegmentUse, decodes_padded, why_not_continue
 from comb.methods.registry import register
 from comb.waits import on_device
 
@@ -64,7 +64,7 @@ class Full(TokensOnly):
     @property
     def batches(self) -> bool:
         """Rows are padded, which not every model takes."""
-        return takes_padded_rows(self.backbone)
+        return decodes_padded(self.backbone)
 
     def link_batch(self, rows: Sequence[LinkRequest]) -> DecodeState:
         if len(rows) > 1 and not self.batches:

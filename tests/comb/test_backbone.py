@@ -35,7 +35,7 @@ def test_heads_follow_the_explicit_head_dim(family: str, heads: tuple[int, int, 
     {
         "llama": ["full"] * 4, "mistral": ["sliding"] * 4, "gemma3": ["sliding", "full"] * 2,
         "deepseek_v2": ["full"] * 4,
-        "qwen3_next": LINEAR, "bamba": LINEAR, "olmo_hybrid": LINEAR, "kimi_linear": LINEAR, "minimax": LINEAR,
+        "qwen3_next": LINEAR, "bamba": LINEAR, "olmo_hybrid": LINEAR, "kimi_linear": LINEAR,
         "nemotron_h": ["linear", "none", "full", "linear"], "zamba2": ["linear", "both"] * 2, "falcon_h1": ["both"] * 3,
         "lfm2": ["linear", "full"] * 2, "jamba": LINEAR,
     }.items(),

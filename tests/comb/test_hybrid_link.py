@@ -15,8 +15,9 @@ import torch
 from torch import Tensor
 
 from comb import methods
+from comb.backbones.forward import empty_cache_of
 from comb.backbones.identity import exclusive
-from comb.hybrid.caches import attention_layers, new_cache, read_state, run
+from comb.hybrid.caches import attention_layers, read_state, run
 from comb.hybrid.compile import compile_segment
 from comb.hybrid.link import LinkedPrompt, link_segments
 from comb.hybrid.picache import HybridPICache
@@ -64,7 +65,7 @@ def linked(model: Any, picaches: Sequence[HybridPICache], query: list[int] = QUE
 def full_states(model: Any, token_ids: list[int]) -> dict[int, Tensor]:
     """Recurrent states by layer behind one pass over `token_ids`."""
     with exclusive(model):
-        cache = new_cache(model)
+        cache = empty_cache_of(model)
         run(model, token_ids, cache, 0)
         return states_in(model, cache)
 
@@ -90,7 +91,7 @@ def test_what_is_found(name: str) -> None:
     families = {layer.family for layer in support.linear.values()}
     assert families <= {"scalar", "dense", "convolution", "elementwise"}
     assert name != "bamba" or families == {"scalar"}  # the smallest form: a number per head where it is a scalar
-    known = {"minimax": "decay", "lfm2": None, "ring": "probe", "ring_dense": "probe"}
+    known = {"lfm2": None, "ring": "probe", "ring_dense": "probe"}
     assert {layer.source for layer in support.linear.values()} == {known.get(name, "scan")}
     assert all((layer.rotation is not None) == name.startswith("ring") for layer in support.linear.values())
     assert support.step == (1 if name in ("jamba", "mamba", "falcon_mamba") else None)
@@ -140,7 +141,7 @@ def test_behind_its_front_a_document_is_full_recompute(name: str) -> None:
     assert error(logits(model, "hypic:1", [A], prefix_ids=PRIMER), reference) > 20 * EXACT
 
 
-KERNELS = {"qwen3_next": 4, "bamba": 4, "kimi_linear": 4, "jamba": 4, "minimax": 1}  # none is of one token
+KERNELS = {"qwen3_next": 4, "bamba": 4, "kimi_linear": 4, "jamba": 4}  # none is of one token
 
 
 @pytest.mark.parametrize(("name", "w"), [(name, w) for name in KERNELS for w in range(KERNELS[name])])
@@ -223,7 +224,7 @@ def test_scan_and_probe_agree(name: str) -> None:
         number = max(support.linear)
         changed, _ = transition_of(model, other, number, support.linear[number], support.step)
         fast, _ = transition_of(model, recording, number, support.linear[number], support.step)
-        if name not in ("minimax", "ring"):  # their decays don't depend on the tokens
+        if name != "ring":  # its decays don't depend on the tokens
             assert error(changed.tensor, fast.tensor) > 1e-4
 
 
@@ -239,7 +240,7 @@ def test_dense_transitions_are_the_product_of_the_tokens(name: str, tokens: int)
         number = min(support.linear)
         fast, state = transition_of(model, recording, number, support.linear[number], None)
         with listen(model, lambda call: call.arguments) as heard:
-            run(model, ids(start + tokens, 9), new_cache(model), 0)
+            run(model, ids(start + tokens, 9), empty_cache_of(model), 0)
     arguments = heard[0]
     gates, betas, keys, values = (arguments[key][0, start:].double() for key in ("g", "beta", "key", "value"))
     keys = keys / (keys.square().sum(dim=-1, keepdim=True) + 1e-6).sqrt()
@@ -319,7 +320,7 @@ def test_short_segments(count: int) -> None:
 
 
 @pytest.mark.parametrize("w", [0, 8])
-@pytest.mark.parametrize("name", ["qwen3_next", "falcon_h1", "jamba", "minimax"])
+@pytest.mark.parametrize("name", ["qwen3_next", "falcon_h1", "jamba"])
 def test_a_prompt_may_end_with_a_document(name: str, w: int) -> None:
     model = model_of(name)
     method = methods.create(f"hypic:{w}", model)

@@ -48,7 +48,7 @@ WARM = {
 }  # fmt: skip
 WARM_HYBRID = {"hypic:4": 6 + 16, "addition": 6, "prefix": 6}
 ATTENTION = ("llama", "gemma3", "mistral", "deepseek_v3", "bloom", "qwen3")
-HYBRIDS = ("qwen3_next", "bamba", "minimax", "jamba", "lfm2", "falcon_h1", "mamba", "mamba2")
+HYBRIDS = ("qwen3_next", "bamba", "jamba", "lfm2", "falcon_h1", "mamba", "mamba2")
 # learned positions and none, sinks, other windows; and the rest of the hybrids
 OTHERS = ("gpt2", "opt", "gptj", "gpt_oss", "exaone4", "mpt", *sorted({*hybrids.HYBRIDS} - {*HYBRIDS}))
 CASES = [
@@ -133,7 +133,7 @@ def test_a_warm_question_computes_neither_head_nor_documents(
     assert error(linked(method, picaches, PREFIX[::-1])[0].logits, expected) > CONTROL
 
 
-@pytest.mark.parametrize("family", ["llama", "mistral", "bloom", "qwen3_next", "jamba", "minimax"])
+@pytest.mark.parametrize("family", ["llama", "mistral", "bloom", "qwen3_next", "jamba"])
 @pytest.mark.parametrize("documents", [0, 2])
 def test_questions_without_documents_or_query(family: str, documents: int, monkeypatch: pytest.MonkeyPatch) -> None:
     method = methods.create("hypic:4" if family in HYBRIDS else "legolink:4", model_of(family))
@@ -209,7 +209,7 @@ def test_one_other_token_or_weight_or_tenant_is_another_head(spec: str, monkeypa
         assert linked(methods.create(spec, clone), picaches)[0].prefix_tokens == 0
 
 
-@pytest.mark.parametrize("family", ["llama", "mistral", "qwen3_next", "minimax"])
+@pytest.mark.parametrize("family", ["llama", "mistral", "qwen3_next"])
 def test_what_is_linked_never_changes_the_cached_head(family: str) -> None:
     method = methods.create("hypic:4" if family in HYBRIDS else "cacheblend:0.3", model_of(family))
     picaches, expected = method.compile(DOCUMENTS), None
