@@ -107,13 +107,14 @@ def create(spec: str, model: Any, **options: Any) -> Method:
     scheme = options.pop("quantize", None)
     method = get(name)(model, **options)
     if scheme not in (None, False, "none"):
-        method = Quantized(method, scheme)
+        method = Quantized(method, scheme)  # type: ignore[assignment]  # registered as one
     method.spec = made_as
     return method
 
 
-class Quantized(Method):
-    """Wraps a method; written as a parameter of it, ``legolink:16,quantize=int8``.
+@Method.register
+class Quantized:
+    """Wraps a method, which is asked for all that isn't here; written as ``legolink:16,quantize=int8``.
 
     Linking dequantises, so the prompt being linked needs as much memory as ever.
 
@@ -121,37 +122,21 @@ class Quantized(Method):
         ValueError: for an unknown scheme, or a method that has nothing to quantise.
     """
 
+    link, keys_of = Method.link, Method.keys_of  # over the fingerprint and `link_row` of the wrapper
+
     def __init__(self, method: Method, scheme: str) -> None:
-        super().__init__(method.model)
-        self.scheme = check_scheme(scheme)
+        self.method, self.scheme = method, check_scheme(scheme)
         if method.unquantizable:
             raise ValueError(
                 f"method {method.name!r} can't be quantised: it {method.unquantizable}; leave out quantize={scheme}"
             )
-        self.method = method
-        self.name = method.name  # type: ignore[misc]  # a wrapper has its method's name and traits
-        self.uses_encoder = method.uses_encoder  # type: ignore[misc]
-        self.compile_name = method.compile_name  # type: ignore[misc]
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(vars(self).get("method"), name)  # there is none yet in a copy that is being made
 
     @property
     def fingerprint(self) -> str:
         return f"{self.method.fingerprint}/{self.scheme}"
-
-    @property
-    def compiled_behind(self) -> Sequence[int]:
-        return self.method.compiled_behind
-
-    @property
-    def max_segment_tokens(self) -> int | None:
-        return self.method.max_segment_tokens
-
-    @property
-    def max_prompt_tokens(self) -> int | None:
-        return self.method.max_prompt_tokens
-
-    @property
-    def batches(self) -> bool:
-        return self.method.batches
 
     def compile(self, segments: Sequence[Sequence[int]]) -> list[PICache]:
         fingerprint = self.fingerprint
@@ -162,9 +147,6 @@ class Quantized(Method):
 
     def link_batch(self, rows: Sequence[LinkRequest]) -> DecodeState:
         return self.method.link_batch([self._dequantized(row) for row in rows])
-
-    def why_not_continue(self) -> str:
-        return self.method.why_not_continue()
 
     def continue_row(self, past: PastState, row: LinkRequest) -> DecodeState:
         return self.method.continue_row(past, self._dequantized(row))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -293,7 +294,9 @@ def test_every_method(name: str, scheme: str) -> None:
     given = {"front": [5, 6, 7]} if name == "primed" else {}
     plain, small = methods.create(name, model, **given), methods.create(f"{name}:quantize={scheme}", model, **given)
     assert (small.name, small.uses_encoder, small.batches) == (plain.name, plain.uses_encoder, plain.batches)
-    assert small.max_segment_tokens == plain.max_segment_tokens
+    assert (small.max_segment_tokens, small.sink_tokens) == (plain.max_segment_tokens, plain.sink_tokens)
+    assert isinstance(small, methods.Method)
+    assert copy.copy(small).fingerprint == small.fingerprint != plain.fingerprint
     reference = plain.link(plain.compile(DOCUMENTS), QUERY).logits
     got = small.link(small.compile(DOCUMENTS), QUERY).logits
     error = float((got - reference).abs().max() / reference.abs().max())
