@@ -181,19 +181,9 @@ class DecodeState:
         if checked:  # no answer is made from NaN
             processors = [CheckedLogits(), *(generate_kwargs.pop("logits_processor", None) or ())]
             generate_kwargs["logits_processor"] = LogitsProcessorList(processors)
-        past = None
-        if self.past_key_values is not None:
-            past = fork_cache(self.past_key_values)
-            generate_kwargs[cache_argument(self.model, past)] = past
-            if reason := why_not_behind(self.model, generate_kwargs):
-                raise ValueError(f"{reason}, so the answer would be another one: leave it out, or use method='full'")
-            # with a kind of cache of its own `generate` would not go on from the one it is given
-            generate_kwargs["cache_implementation"] = None
-            # `generate` copies the prompt's tokens for every beam, but not a cache that it was given
-            names = ("num_beams", "num_return_sequences")
-            copies = max(int(_setting(self.model, name, generate_kwargs) or 1) for name in names)
-            if copies > 1:
-                repeat_rows(past, copies)
+        past = self._past_for(generate_kwargs)
+        if past is not None:  # with a kind of cache of its own `generate` would not go on from the one it is given
+            generate_kwargs |= {cache_argument(self.model, past): past, "cache_implementation": None}
         if self.documents is not None:
             generate_kwargs |= {"documents": self.documents, "prefix_tokens": self.prefixes}
         chunks = _setting(self.model, "prefill_chunk_size", generate_kwargs) is not None
@@ -204,16 +194,21 @@ class DecodeState:
         self._check_crossing(generate_kwargs)
         with exclusive(self.model), generating_behind(self.model, past):
             settle(backbone_of(self.model), self.input_ids.shape[1])
-            # Without a configuration `generate` first makes the model's default one anew, to see whether anybody has
-            # changed settings there: a third of what it costs besides the model's passes (transformers 5.16)
-            own = getattr(self.model, "generation_config", None)
-            # in a configuration None means the model's own value, in an argument none at all
-            items = generate_kwargs.items()
-            taken_off = any(value is None and getattr(own, name, None) is not None for name, value in items)
-            if own is not None and not taken_off and generate_kwargs.get("generation_config") is None:
-                configuration = copy.copy(own)
-                generate_kwargs = {**configuration.update(**generate_kwargs), "generation_config": configuration}
-            return self.model.generate(self.input_ids, attention_mask=self.attention_mask, **generate_kwargs)
+            arguments = _with_configuration(self.model, generate_kwargs)
+            return self.model.generate(self.input_ids, attention_mask=self.attention_mask, **arguments)
+
+    def _past_for(self, generate_kwargs: Mapping[str, Any]) -> Cache | None:
+        """A fork of the cache with a row for each beam. Raises ValueError for settings that don't go on from one."""
+        if self.past_key_values is None:
+            return None
+        if reason := why_not_behind(self.model, generate_kwargs):
+            raise ValueError(f"{reason}, so the answer would be another one: leave it out, or use method='full'")
+        past = fork_cache(self.past_key_values)
+        # `generate` copies the prompt's tokens for every beam, but not a cache that it was given
+        rows = (_setting(self.model, name, generate_kwargs) or 1 for name in ("num_beams", "num_return_sequences"))
+        if (copies := max(map(int, rows))) > 1:
+            repeat_rows(past, copies)
+        return past
 
     def _check_crossing(self, generate_kwargs: dict[str, Any]) -> None:
         """Raises ValueError where `generate` would forget the prompt."""
@@ -310,6 +305,19 @@ def _setting(model: Any, name: str, generate_kwargs: Mapping[str, Any]) -> Any:
         if source.get(name) is not None:
             return source[name]
     return None
+
+
+def _with_configuration(model: Any, generate_kwargs: Mapping[str, Any]) -> Mapping[str, Any]:
+    """The same settings, in a configuration where that says the same."""
+    # Without one `generate` first makes the model's default one anew, to see whether anybody has changed settings
+    # there: a third of what it costs besides the model's passes (transformers 5.16)
+    own = getattr(model, "generation_config", None)
+    # in a configuration None means the model's own value, in an argument none at all
+    taken_off = any(value is None and getattr(own, name, None) is not None for name, value in generate_kwargs.items())
+    if own is None or taken_off or generate_kwargs.get("generation_config") is not None:
+        return generate_kwargs
+    configuration = copy.copy(own)
+    return {**configuration.update(**generate_kwargs), "generation_config": configuration}
 
 
 def why_not_behind(model: Any, generate_kwargs: Mapping[str, Any]) -> str:

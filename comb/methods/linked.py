@@ -165,13 +165,10 @@ class Linked(TakesFront):
             chosen = self.rule.select(None, spans, behind_front, **self.parameters)
         elif all(span.first for span in spans):  # a document that begins the prompt was compiled in its place
             chosen = []
-        end = last
-        if beyond:
-            end = len(tokens)  # such embeddings look at the last position of a pass
-        elif chosen == [] and (not fresh or fresh[0] >= documents_end):
+        # such embeddings look at the last position of a pass; and what a prompt ends with asks as much as the rest
+        end = len(tokens) if beyond or self.rule.by_query else last
+        if chosen == [] and not beyond and (not fresh or fresh[0] >= documents_end):  # only the query is computed
             end = min(last, documents_end)
-        elif self.rule.by_query:  # what a prompt ends with asks as much as the rest
-            end = len(tokens)
 
         with times.timed("assemble"):
             cache = assemble(

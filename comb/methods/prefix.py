@@ -82,18 +82,7 @@ class PrefixCache:
         notice_rows(model, wanted)
         fingerprint = weights_fingerprint(model)
         scope = fingerprint, str(model.dtype), salt
-        with self._lock:
-            found = self._found.get((scope, wanted), Prefix())
-            if not found.token_ids:
-                name = None
-                for (whose, ids), prefix in self._found.items():
-                    common = common_length(ids, wanted) if whose == scope else 0
-                    if common > len(found.token_ids):
-                        beginning = prefix.beginning(common)
-                        if len(beginning.token_ids) > len(found.token_ids):
-                            found, name = beginning, (whose, ids)
-                if name is not None:
-                    self._found.move_to_end(name)
+        found = self._longest(scope, wanted)
         reused = len(found.token_ids)
         if reused < len(wanted):
             rest = wanted[reused:]
@@ -106,16 +95,29 @@ class PrefixCache:
                 piece = DecoderPICache(fingerprint, keys, values)
             found = Prefix(wanted, (*found.pieces, piece))
         with self._lock:
-            if (scope, wanted) in self._found:
-                self._found.move_to_end((scope, wanted))
+            if (name := (scope, wanted)) in self._found:
+                self._found.move_to_end(name)
             elif sum(map(_storage, found.pieces)) <= PREFIX_BYTES:  # else used, but not kept
-                self._found[scope, wanted] = found
+                self._found[name] = found
                 for piece in found.pieces:
                     self._holders[id(piece)] += 1
                     self.nbytes += _storage(piece) if self._holders[id(piece)] == 1 else 0
                 while len(self._found) > _MOST or self.nbytes > PREFIX_BYTES:
                     self._drop()
         return found, reused
+
+    def _longest(self, scope: tuple[str, ...], wanted: tuple[int, ...]) -> Prefix:
+        with self._lock:
+            found, used = self._found.get((scope, wanted), Prefix()), None
+            for name, prefix in self._found.items() if not found.token_ids else ():
+                common = common_length(name[1], wanted) if name[0] == scope else 0
+                if common > len(found.token_ids):
+                    beginning = prefix.beginning(common)
+                    if len(beginning.token_ids) > len(found.token_ids):
+                        found, used = beginning, name
+            if used is not None:
+                self._found.move_to_end(used)
+            return found
 
     def clear(self) -> None:
         """Forgets all of them."""
@@ -132,9 +134,6 @@ class PrefixCache:
                 self.nbytes -= _storage(piece)
 
     # copies of the model, and pickles of it, have an empty one
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> PrefixCache:
-        return PrefixCache()
 
     def __reduce__(self) -> tuple[type[PrefixCache], tuple[()]]:
         return PrefixCache, ()
