@@ -288,7 +288,7 @@ def test_every_method(name: str, scheme: str) -> None:
     torch.manual_seed(0)
     model = tiny("llama", std=0.1)
     if name == "comb":
-        model = open_gates(CombForCausalLM.from_backbone(model, num_encoder_layers=2))
+        model = open_gates(CombForCausalLM.from_backbone(model, num_encoder_layers=2, front=[5, 6, 7]))
     elif name == "linktokens":
         model = LinkTokensForCausalLM.from_backbone(model, num_link_tokens=3)
     given = {"front": [5, 6, 7]} if name == "primed" else {}
