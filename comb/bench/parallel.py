@@ -69,7 +69,7 @@ def panels(rows: Sequence[Row]) -> list[Panel]:
 @benchmark("parallel", tables, panels)
 def parallel(options: ParallelOptions, report: BenchmarkReport) -> None:
     """TTFT of a cold prompt over several workers, by dispatch, transfer and combine (HYPIC)."""
-    from comb.engine.workers.ray_actors import ray_executor
+    from comb.engine.workers import CompileExecutor
     from comb.evaluation.random_prompts import RandomPrompt, vocabulary
     from comb.model.source import ModelSource
 
@@ -90,7 +90,7 @@ def parallel(options: ParallelOptions, report: BenchmarkReport) -> None:
             f"{options.title}: {options.segments} segments of {options.segment_tokens}, query of "
             f"{options.query_tokens} tokens, {options.threads} thread(s) each"
         )
-        with ray_executor(source, max(counts), threads=options.threads) as executor:
+        with CompileExecutor(source, max(counts), threads=options.threads) as executor:
             measured = measure_parallel(model, executor, specs, counts, prompt, options)
     for row in measured:
         report.add(row)

@@ -119,10 +119,8 @@ class PICEngine(AnswerSteps):
         elif workers and self.method.keeps_tokens_only:
             logger.warning("method %r has nothing to compile: no workers are started", self.method.name)
         elif workers:
-            from comb.engine.workers.ray_actors import ray_executor
-
             spec_of(self.method)  # before actors are started for nothing
-            self.executor = ray_executor(ModelSource.of(self.method.model) if source is None else source, workers)
+            self.executor = CompileExecutor(ModelSource.of(self.method.model) if source is None else source, workers)
             try:
                 self.executor.check(self.method)
             except BaseException:

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import json
 import random
+import sys
 from collections.abc import Iterator
-from concurrent.futures import BrokenExecutor, Future, ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, replace
 from importlib.util import find_spec
 from pathlib import Path
@@ -23,10 +24,10 @@ from comb.bench.parallel import ParallelOptions, measure_parallel, panels, table
 from comb.cache.picache import PICache
 from comb.cli import main as cli
 from comb.engine.engine import PICEngine
-from comb.engine.workers import CompileExecutor, Deadline
+from comb.engine.workers import CompileExecutor, ExecutorStats
 from comb.engine.workers import executor as executor_module
-from comb.engine.workers.executor import Plan, SegmentWorker, lpt
-from comb.engine.workers.ray_actors import Compiler, Reply
+from comb.engine.workers.actor import Reply
+from comb.engine.workers.executor import Plan, lpt
 from comb.evaluation.plot import draw
 from comb.evaluation.random_prompts import RandomPrompt
 from comb.methods.base import Method
@@ -34,7 +35,7 @@ from comb.methods.presets import Naive
 from comb.model.source import ModelSource
 from tests.helpers.families import open_gates
 from tests.helpers.hybrids import tiny_hybrid
-from tests.helpers.parallel import Inside
+from tests.helpers.parallel import ActorDiedError, ActorUnavailableError, InsideRay, at_once, inside
 from tests.helpers.parallel_faults import FAULT_TOKEN
 from tests.helpers.stores import same
 from tests.helpers.tiny_engine import BOOK, CITY, LAKE, NEW, QUESTION, make_backbone, make_tokenizer
@@ -64,7 +65,7 @@ def model(source: ModelSource) -> Any:
 @pytest.fixture(scope="module")
 def whole(source: ModelSource) -> Iterator[CompileExecutor]:
     """Two workers in this process; Ray's are in test_parallel_ray.py."""
-    with CompileExecutor(lambda: Inside(source), 2, source.name) as executor:
+    with inside(source, 2) as executor:
         yield executor
 
 
@@ -96,7 +97,7 @@ def test_a_worker_compiles_the_states_of_a_hybrid(tmp_path: Path) -> None:
     tiny_hybrid("bamba").save_pretrained(tmp_path)
     source = ModelSource(str(tmp_path))
     method, segments = methods.create("hypic:4", source.load()), [list(range(3, 33)), list(range(40, 61))]
-    with CompileExecutor(lambda: Inside(source), 1, source.name) as executor:
+    with inside(source, 1) as executor:
         executor.check(method)
         assert same(executor.compile(method, segments), alone(method, segments))
         assert executor.stats.by_workers == 2
@@ -165,7 +166,7 @@ def test_weights_changed_since_the_workers_loaded_them(whole: CompileExecutor, s
 
 def test_pins_and_references_end_with_a_request_that_fails(whole: CompileExecutor, model: Any) -> None:
     engine = PICEngine(model, make_tokenizer(), method="naive", executor=whole)
-    with patch.object(executor_module, "wait", side_effect=KeyboardInterrupt), pytest.raises(KeyboardInterrupt):
+    with patch.object(InsideRay, "wait", side_effect=KeyboardInterrupt), pytest.raises(KeyboardInterrupt):
         engine.ask(QUESTION, [LAKE, CITY], max_new_tokens=NEW)
     assert engine.store.stats().in_use == 0
     alone = PICEngine(model, make_tokenizer(), method="naive")
@@ -175,17 +176,10 @@ def test_pins_and_references_end_with_a_request_that_fails(whole: CompileExecuto
 
 
 def test_what_workers_cannot_load_is_said(model: Any, caplog: pytest.LogCaptureFixture) -> None:
-    failed: Future[None] = Future()
-    failed.set_exception(OSError("nothing there"))
-
-    class Without(Inside):
-        def __init__(self) -> None:
-            SegmentWorker.__init__(self, failed)
-
-    with pytest.raises(RuntimeError, match="a worker could not load 'nowhere': OSError: nothing there"):
-        CompileExecutor(Without, 1, "nowhere")
+    with pytest.raises(RuntimeError, match="a worker could not load '/nowhere': OSError"):
+        inside(ModelSource("/nowhere"), 1)
     with pytest.raises(ValueError, match="at least one worker"):
-        CompileExecutor(Without, 0, "nothing")
+        inside(ModelSource("nothing"), 0)
     with pytest.raises(ValueError, match="plain options"):
         ModelSource("x", {"quantization_config": object()})
     cases = [(make_backbone(), "naive", 2, "made in memory"), (model, Naive(model), 2, "make it with comb"),
@@ -203,58 +197,50 @@ def test_what_workers_cannot_load_is_said(model: Any, caplog: pytest.LogCaptureF
 # ---- any order of events, without processes ----
 
 
-class Chaotic(SegmentWorker):
-    """A worker in this process that answers now or never, dies, hangs and sends rubbish."""
-
-    def __init__(self, compiler: Compiler, generator: random.Random) -> None:
-        super().__init__(Future())
-        self.compiler, self.random = compiler, generator
-        self.dead = self.hung = False
-        self.loaded.set_result(None)
-
-    def submit(self, spec: Any, fingerprint: str, key: str, token_ids: tuple[int, ...]) -> Future[Reply]:
-        event = self.random.random()
-        if event < 0.05:
-            raise ConnectionError("gone")
-        future: Future[Reply] = Future()
-        self.dead = self.dead or event < 0.1
-        self.hung = self.hung or event < 0.15
-        if self.dead:
-            future.set_exception(BrokenExecutor("died"))
-        elif not self.hung:
-            reply = self.compiler.compile(spec, fingerprint, key if event < 0.9 else "another", token_ids)
-            if reply.data is not None and 0.8 < event < 0.9:
-                reply = replace(reply, data=reply.data[: len(reply.data) // 2])
-            future.set_result(reply)
-        return future
-
-    def end(self) -> None:
-        if self.random.random() < 0.1:
-            raise ConnectionError("the cluster is gone")
-
-
 @pytest.mark.parametrize("seed", range(12))
 def test_whatever_happens_every_segment_is_compiled_and_right(source: ModelSource, model: Any, seed: int) -> None:
-    compiler, method, generator = Compiler(source, 1, ()), methods.create("naive", model), random.Random(seed)
+    method, generator = methods.create("naive", model), random.Random(seed)
 
-    def start() -> Chaotic:
-        if generator.random() < 0.1:
-            raise ConnectionError("no machine")
-        return Chaotic(compiler, generator)
+    def chaos(compile: Any, spec: Any, fingerprint: str, key: str, token_ids: tuple[int, ...]) -> Reply | None:
+        """A worker that answers now or never, dies, for good or not, and sends rubbish."""
+        event = generator.random()
+        if event < 0.1:
+            raise (ActorDiedError if event < 0.02 else ActorUnavailableError)("gone\nfor good")
+        if event < 0.15:
+            return None
+        reply = compile(spec, fingerprint, key if event < 0.9 else "another", token_ids)
+        if reply.data is not None and 0.8 < event < 0.9:
+            reply = replace(reply, data=reply.data[: len(reply.data) // 2])
+        return reply
 
-    deadline = Deadline(floor_s=0.05, factor=1, first_s=0.05)
-    workers = [Chaotic(compiler, generator) for _ in range(generator.randint(1, 5))]
-    executor = CompileExecutor(lambda: workers.pop(), len(workers), "chaos", deadline=deadline, restarts=10)
-    executor._start = start
+    executor = inside(source, generator.randint(1, 5), chaos)
     for _ in range(6):
         segments = [
             [generator.randrange(256) for _ in range(generator.randint(1, 12))] for _ in range(generator.randint(2, 9))
         ]
         assert same(executor.compile(method, segments), alone(method, segments))
     stats = executor.stats
-    assert stats.requests == 6
-    assert stats.locally >= stats.damaged + stats.failed
-    assert stats.died + stats.late + stats.damaged > 0
+    assert stats.locally == stats.died + stats.late + stats.damaged > 0
+    assert stats.by_workers > 0
+
+
+def test_who_is_late_is_ended_and_gets_nothing_until_it_is_back(source: ModelSource, model: Any) -> None:
+    def never(compile: Any, *call: Any) -> Reply | None:
+        return None if call[-1] == tuple(SEGMENTS[0]) else at_once(compile, *call)
+
+    method, executor = methods.create("naive", model), inside(source, 2, never)
+    assert same(executor.compile(method, SEGMENTS), alone(method, SEGMENTS))
+    assert executor._ray.killed == [False]  # with another in its place
+    assert counted(executor, ExecutorStats()) == {"requests": 1, "by_workers": 4, "late": 1, "locally": 1}
+    away = list(executor._actors)
+    with patch.object(InsideRay, "wait", lambda self, refs, **_: ([], refs)):  # Ray is still starting them
+        assert same(executor.compile(method, SEGMENTS), alone(method, SEGMENTS))
+    assert executor.stats.locally == 1 + 5
+    assert list(executor.ready) == away
+    with patch.object(InsideRay, "is_initialized", lambda self: False):  # somebody has called ray.shutdown()
+        assert same(executor.compile(method, SEGMENTS), alone(method, SEGMENTS))
+        executor.close()
+    assert executor._ray.killed == [False]
 
 
 def test_a_result_under_another_key_is_not_taken(
@@ -262,14 +248,10 @@ def test_a_result_under_another_key_is_not_taken(
 ) -> None:
     """And the control of the test above: without the key, a PICache of another segment gets through."""
 
-    class Swapping(Chaotic):
-        def submit(self, spec: Any, fingerprint: str, key: str, token_ids: tuple[int, ...]) -> Future[Reply]:
-            future: Future[Reply] = Future()
-            future.set_result(self.compiler.compile(spec, fingerprint, "another", (7,) * len(token_ids)))
-            return future
+    def swapped(compile: Any, spec: Any, fingerprint: str, key: str, token_ids: tuple[int, ...]) -> Any:
+        return compile(spec, fingerprint, "another", (7,) * len(token_ids))
 
-    method, compiler = methods.create("naive", model), Compiler(source, 1, ())
-    executor = CompileExecutor(lambda: Swapping(compiler, random.Random(0)), 2, "swapped")
+    method, executor = methods.create("naive", model), inside(source, 2, swapped)
     assert same(executor.compile(method, FAULTY), alone(method, FAULTY))
     assert executor.stats.damaged == 5
     unchecked = executor_module.deserialize
@@ -283,15 +265,12 @@ def test_a_result_under_another_key_is_not_taken(
 runner = CliRunner()
 
 
-def inside(folder: Path, workers: int, *, lost: bool = False) -> CompileExecutor:
-    return CompileExecutor(lambda: Inside(ModelSource(str(folder)), lost=lost), workers, str(folder), restarts=0)
-
-
 def test_stages_add_up(backbone_folder: Path, tmp_path: Path) -> None:
-    model = ModelSource(str(backbone_folder)).load()
+    source = ModelSource(str(backbone_folder))
+    model = source.load()
     options, prompt = ParallelOptions(repeats=3), RandomPrompt.random(250, 90, 20, 4)
     lengths = [len(segment) for segment in prompt.segments]
-    rows = measure_parallel(model, inside(backbone_folder, 3), ["naive", "legolink:2"], [1, 3], prompt, options)
+    rows = measure_parallel(model, inside(source, 3), ["naive", "legolink:2"], [1, 3], prompt, options)
     assert [(row["method"], row["workers"]) for row in rows] == [
         ("naive", 1), ("naive", 3), ("legolink:2", 1), ("legolink:2", 3),
     ]  # fmt: skip
@@ -308,21 +287,27 @@ def test_stages_add_up(backbone_folder: Path, tmp_path: Path) -> None:
 
 
 def test_no_time_is_shown_when_workers_are_lost_or_wrong(backbone_folder: Path) -> None:
-    model = ModelSource(str(backbone_folder)).load()
+    source = ModelSource(str(backbone_folder))
+    model = source.load()
     prompt = RandomPrompt.random(250, 30, 10, 4)
 
     def measure(executor: CompileExecutor, workers: list[int]) -> Any:
         return measure_parallel(model, executor, ["naive"], workers, prompt, ParallelOptions(repeats=1))
 
+    def lost(compile: Any, *call: Any) -> Any:
+        if call[-1]:
+            raise ActorUnavailableError("lost")
+        return compile(*call)
+
     with pytest.raises(ValueError, match="no times of workers"):
-        measure(inside(backbone_folder, 2, lost=True), [1, 2])
+        measure(inside(source, 2, lost), [1, 2])
     for workers in ([2], [1, 3], []):
         with pytest.raises(ValueError, match="from 1 to 2"):
-            measure(inside(backbone_folder, 2), workers)
+            measure(inside(source, 2), workers)
     with torch.no_grad():
         model.get_input_embeddings().weight[:100] += 1.0
     with pytest.raises(ValueError, match="workers don't compile"):
-        measure(inside(backbone_folder, 2), [1, 2])
+        measure(inside(source, 2), [1, 2])
     for wrong in (["--segments", "1"], ["--segment-tokens", "0"], ["--query-tokens", "0"]):
         assert "Invalid value" in runner.invoke(cli.app, ["bench", "parallel", *wrong]).output
 
@@ -330,10 +315,7 @@ def test_no_time_is_shown_when_workers_are_lost_or_wrong(backbone_folder: Path) 
 def test_the_commands(backbone_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """With workers in this process; over Ray: test_parallel_ray.py."""
 
-    def executor(source: ModelSource, workers: int, **options: Any) -> CompileExecutor:
-        return CompileExecutor(lambda: Inside(source), workers, source.name)
-
-    monkeypatch.setattr("comb.engine.workers.ray_actors.ray_executor", executor)
+    monkeypatch.setitem(sys.modules, "ray", InsideRay())
     out = tmp_path / "out.json"
     result = runner.invoke(
         cli.app,
@@ -383,11 +365,3 @@ def test_lpt_reaches_its_bound() -> None:
     costs = [5, 5, 4, 4, 3, 3, 3]  # Graham's worst case for three workers: 11 against 9 of [5, 4], [5, 4], [3, 3, 3]
     assert makespan(costs, lpt(costs, 3)) == 11
     assert lpt([2, 2, 2, 2], 2) == [[0, 2], [1, 3]]
-
-
-def test_a_deadline_follows_the_slowest_segment() -> None:
-    deadline = Deadline(floor_s=2, factor=3, first_s=50)
-    assert deadline.seconds(1000) == 50
-    deadline.observe(100, 1.0)
-    deadline.observe(1000, 1.0)  # a faster one doesn't shorten it
-    assert deadline.seconds(200) == pytest.approx(2 + 3 * 0.01 * 200)

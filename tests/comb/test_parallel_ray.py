@@ -13,7 +13,7 @@ import torch
 
 from comb import methods
 from comb.engine.engine import PICEngine
-from comb.engine.workers import CompileExecutor, Deadline
+from comb.engine.workers import CompileExecutor
 from comb.methods.base import Method
 from comb.model.source import ModelSource
 from tests.comb.test_parallel import FAULTY, SEGMENTS, alone, counted
@@ -51,19 +51,15 @@ def cluster() -> Iterator[Any]:
 
 @pytest.fixture(scope="module")
 def executor(cluster: Any, backbone_folder: Path) -> Iterator[CompileExecutor]:
-    from comb.engine.workers.ray_actors import ray_executor
-
-    with ray_executor(ModelSource(str(backbone_folder)), 2, imports=("tests.helpers.register_fragile",)) as executor:
+    with CompileExecutor(ModelSource(str(backbone_folder)), 2, imports=("tests.helpers.register_fragile",)) as executor:
         yield executor
 
 
 @pytest.fixture
-def whole(executor: CompileExecutor) -> Iterator[CompileExecutor]:
+def whole(executor: CompileExecutor) -> CompileExecutor:
     """Both actors there; what a test has lost is back."""
     wait_for(lambda: len(executor.ready) == 2, 120)
-    before = executor.deadline
-    yield executor
-    executor.deadline = before
+    return executor
 
 
 def fragile(model: Any, fault: str) -> Method:
@@ -79,8 +75,7 @@ def model(backbone_folder: Path) -> Any:
 
 
 def test_actors_compile_what_the_method_compiles(whole: CompileExecutor, model: Any, cluster: Any) -> None:
-    workers: Any = whole.ready
-    nodes = {ray.get(worker.actor.__ray_call__.remote(_node)) for worker in workers}
+    nodes = {ray.get(actor.__ray_call__.remote(_node)) for actor in whole.ready.values()}
     assert len(nodes) == 2  # two machines, as far as Ray knows
     for spec in ("naive", "legolink-0", "naive:quantize=int8"):
         method, before = methods.create(spec, model), whole.stats
@@ -100,34 +95,35 @@ def test_an_actor_that_dies_hangs_or_damages(whole: CompileExecutor, model: Any)
         method, before = fragile(model, fault), whole.stats
         assert same(whole.compile(method, FAULTY), alone(method, FAULTY))
         found = counted(whole, before)
-        assert found[count] == 1
-        assert found["locally"] >= 1
+        assert found["locally"] == found[count] >= 1  # all that one owed, if it died
+        wait_for(lambda: len(whole.ready) == 2, 120)
 
 
-def test_a_late_actor_is_replaced(whole: CompileExecutor, model: Any) -> None:
+def test_a_late_actor_is_replaced(whole: CompileExecutor, model: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     method, before = fragile(model, "hang"), whole.stats
     whole.compile(method, SEGMENTS)
-    whole.deadline = Deadline(floor_s=1.5, factor=4, first_s=1.5)
+    monkeypatch.setattr(whole, "timeout_s", 1.5)
     assert same(whole.compile(method, FAULTY), alone(method, FAULTY))
     assert counted(whole, before)["late"] >= 1
+    wait_for(lambda: len(whole.ready) == 2, 120)
+    before = whole.stats
+    assert same(whole.compile(method, SEGMENTS), alone(method, SEGMENTS))
+    assert counted(whole, before) == {"requests": 1, "by_workers": 5}
 
 
 def test_what_an_actor_cannot_load_is_said(cluster: Any, backbone_folder: Path, executor: CompileExecutor) -> None:
-    from comb.engine.workers.ray_actors import ray_executor
-
     executor.close()  # there are CPUs for two actors only
     with pytest.raises(RuntimeError, match="nowhere"):
-        ray_executor(ModelSource(str(backbone_folder / "nowhere")), 1)
+        CompileExecutor(ModelSource(str(backbone_folder / "nowhere")), 1)
 
 
 def test_more_workers_than_cpus_are_refused_at_once(backbone_folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("ray.is_initialized", lambda: False)
     monkeypatch.setattr("ray.init", lambda **_: None)
+    monkeypatch.setattr("ray.shutdown", lambda: None)
     monkeypatch.setattr("ray.cluster_resources", lambda: {"CPU": 3.0})
-    from comb.engine.workers.ray_actors import ray_executor
-
     with pytest.raises(ValueError, match=r"2 workers of 2 CPUs each are more than Ray has here \(3\)"):
-        ray_executor(ModelSource(str(backbone_folder)), 2, threads=2)
+        CompileExecutor(ModelSource(str(backbone_folder)), 2, threads=2)
 
 
 def test_an_engines_own_actors_end_with_it(cluster: Any, backbone_folder: Path, executor: CompileExecutor) -> None:
@@ -136,7 +132,7 @@ def test_an_engines_own_actors_end_with_it(cluster: Any, backbone_folder: Path, 
         assert engine.executor is not None
         first = engine.ask(QUESTION, [LAKE, CITY], max_new_tokens=NEW)
         assert engine.executor.stats.by_workers == 2
-        actors = [worker.actor for worker in engine.executor.ready]
+        actors = list(engine.executor.ready.values())
         assert len(actors) == 2
 
     def gone(actor: Any) -> bool:

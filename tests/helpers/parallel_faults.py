@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from comb.cache.picache import PICache, serialize
-from comb.engine.workers import ray_actors
+from comb.engine.workers import actor
 from comb.methods.presets import Naive
 
 FAULT_TOKEN = 99
@@ -33,7 +33,7 @@ class Fragile(Naive):
             elif self.fault == "raise":
                 raise RuntimeError("out of memory")
             elif self.fault == "damage":
-                ray_actors.serialize = _damaged
+                actor.serialize = _damaged
             elif self.fault == "swap":  # another segment's PICache, whole and well
                 return super().compile([segment[:-1] for segment in segments])
         return super().compile(segments)
@@ -41,7 +41,7 @@ class Fragile(Naive):
 
 def _damaged(picache: PICache, key: str) -> bytes:
     """Serialised as it should be, but for one bit in the middle of the tensors."""
-    ray_actors.serialize = serialize
+    actor.serialize = serialize
     data = bytearray(serialize(picache, key))
     data[-len(data) // 4] ^= 16
     return bytes(data)

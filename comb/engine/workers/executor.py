@@ -1,4 +1,4 @@
-"""`Method.compile`, spread over workers: who compiles what, when one is late, and what of the answers can be used."""
+"""`Method.compile` over Ray actors (the optional extra `ray`): who compiles what, and what of it can be used."""
 
 from __future__ import annotations
 
@@ -6,35 +6,34 @@ import heapq
 import logging
 import threading
 import time
-from abc import ABC, abstractmethod
-from collections import Counter, defaultdict
-from collections.abc import Callable, Sequence
-from concurrent.futures import FIRST_COMPLETED, FIRST_EXCEPTION, Future, wait
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass
 from typing import Any, Self
 
 import numpy as np
 
 from comb.cache.picache import PICache, PICacheError, deserialize
+from comb.engine.workers.actor import Compiler, Reply
 from comb.methods.base import Method, MethodSpec
+from comb.model.source import ModelSource
 
 logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
 class ExecutorStats:
-    """Counts since the executor was made."""
+    """Segments since the executor was made, and in how many requests."""
 
     requests: int = 0  # compiles that were spread over workers
-    by_workers: int = 0  # segments that workers compiled
-    locally: int = 0  # segments compiled here in a worker's stead
-    died: int = 0  # workers that ended while they had work
-    late: int = 0  # workers given up because a deadline had passed
+    by_workers: int = 0  # compiled by workers
+    locally: int = 0  # compiled here in a worker's stead: those of the next lines, and all while no worker is there
+    died: int = 0  # their worker ended, or its reply was lost
+    late: int = 0  # no worker said anything for `timeout_s`
     damaged: int = 0  # results with a wrong checksum, key, fingerprint or length
-    failed: int = 0  # segments for which a worker raised an error
-    refused: int = 0  # segments that a worker refused because its model or method is another one
-    restarted: int = 0  # workers started anew
+    failed: int = 0  # the worker raised an error
+    refused: int = 0  # the worker's model or method is another one
 
     def __str__(self) -> str:
         counted = (f"{name.replace('_', ' ')} {count}" for name, count in asdict(self).items() if count)
@@ -46,7 +45,6 @@ class Compiled:
     """PICaches in the order of the segments, and where the time went (HYPIC Fig. 14)."""
 
     picaches: list[PICache]
-    seconds: float  # from the call to the last PICache
     dispatch_s: float  # computing, of the busiest worker
     transfer_s: float = 0.0  # the rest: what serialising, sending and checking could not hide behind computing
 
@@ -72,165 +70,87 @@ def lpt(costs: Sequence[float], workers: int) -> Plan:
     return plan
 
 
-@dataclass
-class Deadline:
-    """How long a worker may take for a segment: a floor, and a multiple of what the slowest one so far has needed.
-
-    A worker that exceeds it is given up and its segments are compiled locally, so a deadline that is too short costs
-    time, never an answer.
-    """
-
-    floor_s: float = 30.0  # added to every deadline
-    factor: float = 4.0  # times the slowest seconds per token seen so far
-    first_s: float = 600.0  # used until one segment has come back
-    _seconds_per_token: float = field(default=0.0, repr=False)
-
-    def seconds(self, tokens: int) -> float:
-        """Seconds after which a segment of so many tokens is late."""
-        if not self._seconds_per_token:
-            return self.first_s
-        return self.floor_s + self.factor * self._seconds_per_token * tokens
-
-    def observe(self, tokens: int, seconds: float) -> None:
-        """Learns from a segment that came back."""
-        self._seconds_per_token = max(self._seconds_per_token, seconds / tokens)
-
-
-@dataclass(frozen=True)
-class Reply:
-    """What a worker says to a segment."""
-
-    data: Any = None  # [bytes] uint8 (numpy), the PICache as a file holds it, checksum included; None if there is none
-    seconds: float = 0.0  # of compiling
-    error: str = ""  # why there is no PICache
-    refused: bool = False  # the worker's model or method isn't the one that was asked for
-
-
-class SegmentWorker(ABC):
-    """One worker, and what it still has to do.
-
-    Args:
-        loaded: done when the worker has its model; raises why it can't have it.
-    """
-
-    def __init__(self, loaded: Future[None]) -> None:
-        self.loaded = loaded
-        self.unanswered: dict[Future[Reply], int] = {}  # oldest first, with the tokens of each; also of failed requests
-        self.since = 0.0  # when it began with the oldest of them, by ``time.monotonic``
-
-    @abstractmethod
-    def submit(self, spec: MethodSpec, fingerprint: str, key: str, token_ids: tuple[int, ...]) -> Future[Reply]:
-        """`Compiler.compile` in the worker, in the order of calls. Call or future raise if the worker is lost."""
-
-    @abstractmethod
-    def end(self) -> None:
-        """Ends it, however busy it is; harmless when called again."""
-
-
-@dataclass
-class CompileRequest:
-    """Segments, each compiled once; what is lost on the way is compiled here."""
-
-    method: Method
-    spec: MethodSpec
-    segments: Sequence[tuple[int, ...]]
-    counts: Counter[str]  # of the executor's `stats`
-    fingerprint: str = field(init=False)  # of the method as the request began
-    keys: list[str] = field(init=False)  # results' own: another segment's, or method's, isn't taken for one
-    sent: dict[Future[Reply], int] = field(default_factory=dict)  # which segment a worker answers
-    lost: list[int] = field(default_factory=list)  # segments to compile here
-    picaches: dict[int, PICache] = field(default_factory=dict)
-    busy_s: dict[int, float] = field(default_factory=lambda: defaultdict(float))  # by worker; -1: here
-
-    def __post_init__(self) -> None:
-        self.fingerprint = self.method.fingerprint
-        self.keys = self.method.keys_of(self.segments)
-
-    def take(self, worker: int, index: int, reply: Reply) -> bool:
-        """Keeps what a worker says to a segment; False if it can't be used, and the segment is lost."""
-        tokens = self.method.sink_tokens + len(self.segments[index])
-        try:
-            if reply.error:
-                raise PICacheError(reply.error)
-            device = self.method.backbone.get_input_embeddings().weight.device
-            # copied: a store that kept the array would keep it in Ray's object store
-            picache = deserialize(np.asarray(reply.data, np.uint8).tobytes(), self.keys[index], device)
-            if picache.fingerprint != self.fingerprint or picache.num_tokens != tokens:
-                raise PICacheError(f"{tokens} tokens with fingerprint {self.fingerprint} expected, got {picache!r}")
-        except PICacheError as error:
-            kind = "refused" if reply.refused else "failed" if reply.error else "damaged"
-            logger.warning("worker %d: a segment is %s (%s): compiling it here", worker, kind, error)
-            self.counts[kind] += 1
-            self.lost.append(index)
-            return False
-        self.keep(worker, index, picache, reply.seconds)
-        self.counts["by_workers"] += 1
-        return True
-
-    def keep(self, worker: int, index: int, picache: PICache, seconds: float) -> None:
-        """Takes a segment's PICache, which `worker` has made in so many seconds."""
-        self.picaches[index] = picache
-        self.busy_s[worker] += seconds
-
-
 class CompileExecutor:
-    """`Method.compile` spread over workers, longest segments first (HYPIC sec. 4.4).
+    """`Method.compile` spread over Ray actors, longest segments first (HYPIC sec. 4.4).
 
-    Whatever happens to a worker, every segment is compiled: a result that is lost, late or damaged, or that the worker
-    refuses to make, is made here. Safe under threads; calls take turns.
+    Whatever happens to a worker, every segment is compiled: what is lost, late or damaged, or what a worker refuses, is
+    made here, with a warning. Ray starts a worker that has ended anew, three times. Safe under threads; calls take
+    turns.
+
+    Connects to the cluster that ``ray.init`` has connected to, else starts or finds one as ``ray.init()`` does. Every
+    machine must be able to load `source`, and to import `imports`.
 
     Args:
-        start: starts one worker, without waiting for it.
-        workers: how many; the constructor returns when all have loaded `name`.
-        deadline: when a worker is late.
-        restarts: how many lost workers are started anew, in all.
-        start_timeout_s: within which all must be ready; `late_hint` says what to look at if they aren't.
+        workers: how many; the constructor returns when all have loaded the model.
+        threads: that torch may use in each.
+        imports: modules to import in them first, for methods that don't come with the package.
+        resources: options of the actors, such as ``{"num_gpus": 1}``; `threads` CPUs each by default.
+        timeout_s: how long all may take to load, and how long no segment may come back from anybody before those who
+            still owe one are ended. It is there for workers that hang, as those that die are seen at once; so it is
+            long: one CPU thread takes minutes for a long segment of a large model, and what is cut short is lost.
 
     Raises:
-        ValueError: fewer than one worker.
+        ValueError: fewer than one worker, or more than Ray has CPUs here; Ray isn't installed.
         RuntimeError: a worker couldn't load the model, or not in time.
     """
 
     def __init__(
         self,
-        start: Callable[[], SegmentWorker],
+        source: ModelSource,
         workers: int,
-        name: str,
         *,
-        deadline: Deadline | None = None,
-        restarts: int = 3,
-        start_timeout_s: float = 600.0,
-        late_hint: str = "",
+        threads: int = 1,
+        imports: Iterable[str] = (),
+        resources: Mapping[str, Any] | None = None,
+        timeout_s: float = 600.0,
     ) -> None:
         if workers < 1:
             raise ValueError(f"segment parallelism needs at least one worker, got {workers}")
-        self.workers = workers
-        self.deadline = Deadline() if deadline is None else deadline
-        self._start = start
-        self._restarts = restarts
+        try:
+            import ray
+        except ImportError as error:
+            raise ValueError("workers are Ray's: pip install 'comb-pic[ray]', or leave workers out") from error
+        if not ray.is_initialized():
+            ray.init(include_dashboard=False, log_to_driver=False)
+            # a cluster that somebody else has connected to may grow
+            if (cpus := ray.cluster_resources().get("CPU", 0)) < workers * threads and not resources:
+                ray.shutdown()
+                raise ValueError(
+                    f"{workers} workers of {threads} CPUs each are more than Ray has here ({cpus:g}): take fewer"
+                )
+        self.workers, self.timeout_s = workers, timeout_s
+        self._ray: Any = ray
         self._lock = threading.RLock()
         self._counts: Counter[str] = Counter()
-        self._closed = False
-        self._workers: dict[int, SegmentWorker] = {}
+        self._actors: dict[Any, Any] = {}  # by what is done once they have their model; without those gone for good
+        settings: dict[str, Any] = {
+            "num_cpus": threads, "runtime_env": {"env_vars": {"OMP_NUM_THREADS": str(threads)}},
+            "max_restarts": 3, "max_task_retries": 0,  # no call is made again: its segment is compiled here
+        }  # fmt: skip
         try:
-            for index in range(workers):
-                self._workers[index] = start()
-            done, late = wait([worker.loaded for worker in self._workers.values()], start_timeout_s, FIRST_EXCEPTION)
-            for error in filter(None, (future.exception() for future in done)):
-                raise RuntimeError(f"a worker could not load {name!r}: {type(error).__name__}: {error}") from error
-            if late:
-                raise RuntimeError(
-                    f"{len(late)} of {workers} workers have not loaded {name!r} in {start_timeout_s:g} s{late_hint}"
-                )
-        except BaseException:
+            for _ in range(workers):
+                actor = ray.remote(**settings | dict(resources or {}))(Compiler).remote(source, threads, tuple(imports))
+                self._actors[actor.loaded.remote()] = actor
+            ray.get(list(self._actors), timeout=timeout_s)  # the first error is raised at once
+        except BaseException as error:
+            late = workers - len(self.ready)
             self.close()
+            if isinstance(error, ray.exceptions.GetTimeoutError):
+                raise RuntimeError(
+                    f"{late} of {workers} workers have not loaded {source.name!r} in {timeout_s:g} s: does the cluster "
+                    f"have {threads} free CPUs for each?"
+                ) from error
+            if isinstance(error, ray.exceptions.RayError):
+                raise RuntimeError(f"a worker could not load {source.name!r}: {error}") from error
             raise
 
     @property
-    def ready(self) -> list[SegmentWorker]:
-        """Workers that have loaded their model."""
-        loaded = [worker for worker in self._workers.values() if worker.loaded.done()]
-        return [worker for worker in loaded if worker.loaded.exception() is None]
+    def ready(self) -> dict[Any, Any]:
+        """Actors, without those that Ray is starting anew."""
+        if not self._actors or not self._ray.is_initialized():
+            return {}
+        done, _ = self._ray.wait(list(self._actors), num_returns=len(self._actors), timeout=0)
+        return {loaded: self._actors[loaded] for loaded in done}
 
     @property
     def stats(self) -> ExecutorStats:
@@ -244,18 +164,15 @@ class CompileExecutor:
             ValueError: the workers' model, adapter, dtype or parameters are others, or they can't make the method.
         """
         spec, fingerprint = spec_of(method), method.fingerprint
-        asked: list[Future[Reply]] = []
         with self._lock:
-            for worker in self.ready:
-                with suppress(Exception):  # who is lost is noticed, and replaced, when there is work for it
-                    asked.append(worker.submit(spec, fingerprint, "", ()))
-            answered = wait(asked, self.deadline.first_s).done
-        refusals = [future.result().error for future in answered if future.exception() is None]
-        if why := next(filter(None, refusals), ""):
-            raise ValueError(
-                f"the workers don't compile what method {method.name!r} compiles here: {why}. They load their model "
-                "by name, so it must be what the engine has, unchanged; or give an executor with its ModelSource"
-            )
+            for ref in [actor.compile.remote(spec, fingerprint, "", ()) for actor in self.ready.values()]:
+                with suppress(self._ray.exceptions.RayError):  # who is lost is noticed when there is work for it
+                    if why := self._ray.get(ref, timeout=self.timeout_s).error:
+                        raise ValueError(
+                            f"the workers don't compile what method {method.name!r} compiles here: {why}. They load "
+                            "their model by name, so it must be what the engine has, unchanged; or give an executor "
+                            "with its ModelSource"
+                        )
 
     def compile(self, method: Method, segments: Sequence[Sequence[int]]) -> list[PICache]:
         """What ``method.compile(segments)`` returns or raises, computed by the workers.
@@ -267,50 +184,65 @@ class CompileExecutor:
 
     def run(self, method: Method, segments: Sequence[Sequence[int]], *, workers: int | None = None) -> Compiled:
         """`compile`, with where the time went; `workers` of them at most take part."""
-        start = time.perf_counter()
-        spec = spec_of(method)
+        start, ray, spec = time.perf_counter(), self._ray, spec_of(method)
         unique = list(dict.fromkeys(map(tuple, segments)))
         # a single one is nothing to spread, and an empty one is an error that the method words best
-        if method.keeps_tokens_only or len(unique) < 2 or not all(unique) or self._closed:
+        if method.keeps_tokens_only or len(unique) < 2 or not all(unique) or not self._actors:
             picaches = method.compile(segments)
-            seconds = time.perf_counter() - start
-            return Compiled(picaches, seconds, seconds)
+            return Compiled(picaches, time.perf_counter() - start)
+        fingerprint, keys = method.fingerprint, dict(zip(unique, method.keys_of(unique), strict=True))
+        made: dict[tuple[int, ...], PICache] = {}
+        busy_s: Counter[Any] = Counter()  # by worker
+        asked: dict[Any, tuple[Any, tuple[int, ...]]] = {}  # who owes which segment
         with self._lock:
             self._counts["requests"] += 1
-            request = CompileRequest(method, spec, unique, self._counts)
-            for index, worker in list(self._workers.items()):
-                if worker.loaded.done() and (error := worker.loaded.exception()) is not None:  # one in another's place
-                    logger.warning("worker %d could not be started again: %s", index, error)
-                    self._workers.pop(index).end()
-            ready = [index for index, worker in self._workers.items() if worker.loaded.done()][:workers]
-            if not ready:
+            if ready := list(self.ready.items())[:workers]:
+                for (worker, actor), own in zip(ready, lpt([len(ids) for ids in unique], len(ready)), strict=True):
+                    for ids in (unique[index] for index in own):
+                        asked[actor.compile.remote(spec, fingerprint, keys[ids], ids)] = worker, ids
+            else:
                 logger.warning("no worker is there: %d segments are compiled here", len(unique))
-                request.lost.extend(range(len(unique)))
-            plan = lpt([len(segment) for segment in unique], len(ready)) if ready else []
-            try:
-                for index, own in zip(ready, plan, strict=True):
-                    self._send(index, own, request)
-                while len(request.picaches) < len(unique):
-                    self._listen(request)
-                    if request.lost:  # one at a time: workers' answers are looked at in between
-                        index, began = request.lost.pop(), time.perf_counter()
-                        (picache,) = method.compile([unique[index]])
-                        request.keep(-1, index, picache, time.perf_counter() - began)
-                        self._counts["locally"] += 1
-            finally:
-                for future in request.sent:  # nobody wants what is left of a request that fails
-                    future.cancel()
+            while asked:
+                done, late = ray.wait(list(asked), timeout=self.timeout_s)
+                for ref in done or late:
+                    worker, ids = asked.pop(ref)
+                    try:
+                        reply = ray.get(ref, timeout=self.timeout_s if done else 0)
+                        made[ids] = picache_of(reply, keys[ids], fingerprint, method, len(ids))
+                        busy_s[worker] += reply.seconds
+                        self._counts["by_workers"] += 1
+                    except (PICacheError, ray.exceptions.RayError) as error:
+                        lost = isinstance(error, ray.exceptions.RayError)
+                        counted_as = self._restart(worker, error) if lost else reply.counted_as
+                        self._counts[counted_as] += 1
+                        why = str(error).partition("\n")[0]
+                        logger.warning("a worker's segment is %s (%s): compiling it here", counted_as, why)
+            for ids in unique:
+                if ids not in made:
+                    (made[ids],) = method.compile([ids])  # alone, as a worker does
+                    self._counts["locally"] += 1
         seconds = time.perf_counter() - start
-        dispatch_s = min(seconds, max(request.busy_s.values()))
-        picaches = [request.picaches[unique.index(tuple(segment))] for segment in segments]
-        return Compiled(picaches, seconds, dispatch_s, seconds - dispatch_s)
+        dispatch_s = min(seconds, max(busy_s.values(), default=seconds))
+        return Compiled([made[tuple(ids)] for ids in segments], dispatch_s, seconds - dispatch_s)
+
+    def _restart(self, worker: Any, error: Exception) -> str:
+        """Gives a worker nothing to do before it has its model again; says what its segment is counted as."""
+        late = isinstance(error, self._ray.exceptions.GetTimeoutError)
+        if (actor := self._actors.pop(worker, None)) is not None:  # once for all that it owed
+            if late:
+                self._ray.kill(actor, no_restart=False)
+            if not isinstance(error, self._ray.exceptions.ActorDiedError):  # who has died for good
+                self._actors[actor.loaded.options(max_task_retries=-1).remote()] = actor
+        return "late" if late else "died"
 
     def close(self) -> None:
         """Ends all workers. Compiles that follow are done here; one under way is finished first."""
         with self._lock:
-            self._closed = True
-            while self._workers:
-                self._workers.popitem()[1].end()
+            while self._actors:
+                _, actor = self._actors.popitem()
+                if self._ray.is_initialized():  # or they have gone with it
+                    with suppress(self._ray.exceptions.RayError):
+                        self._ray.kill(actor)
 
     def __enter__(self) -> Self:
         return self
@@ -318,66 +250,18 @@ class CompileExecutor:
     def __exit__(self, *error: object) -> None:
         self.close()
 
-    # ---- a request's steps; the lock is held ----
 
-    def _send(self, index: int, segments: Sequence[int], request: CompileRequest) -> None:
-        worker = self._workers[index]
-        for number, segment in enumerate(segments):
-            token_ids = request.segments[segment]
-            try:
-                future = worker.submit(request.spec, request.fingerprint, request.keys[segment], token_ids)
-            except Exception as error:  # whatever keeps the segment from getting there
-                request.lost.extend(segments[number:])
-                self._give_up(index, request, "died", error)
-                return
-            if not worker.unanswered:
-                worker.since = time.monotonic()
-            worker.unanswered[future] = len(token_ids)
-            request.sent[future] = segment
-
-    def _listen(self, request: CompileRequest) -> None:
-        """Takes what has come, waiting for it unless there is something to do meanwhile; gives up who is late."""
-        due = [self._due(worker) for worker in self._workers.values() if worker.unanswered]
-        wait_s = 0.0 if request.lost else max(0.0, min(due, default=0.0) - time.monotonic())
-        wait([future for worker in self._workers.values() for future in worker.unanswered], wait_s, FIRST_COMPLETED)
-        for index, worker in list(self._workers.items()):
-            for future in [future for future in worker.unanswered if future.done()]:
-                if not future.cancelled() and (error := future.exception()) is not None:
-                    self._give_up(index, request, "died", error)  # or what it said was lost
-                    break
-                tokens = worker.unanswered.pop(future)
-                worker.since = time.monotonic()
-                segment = request.sent.pop(future, None)
-                if segment is None:
-                    continue  # of a request that failed
-                reply = future.result()
-                if request.take(index, segment, reply):
-                    self.deadline.observe(tokens, reply.seconds)
-            else:
-                if worker.unanswered and self._due(worker) <= time.monotonic():
-                    self._give_up(index, request, "late", TimeoutError("its deadline has passed"))
-
-    def _due(self, worker: SegmentWorker) -> float:
-        """When a worker that has something to answer is late."""
-        return worker.since + self.deadline.seconds(next(iter(worker.unanswered.values())))
-
-    def _give_up(self, index: int, request: CompileRequest, how: str, why: BaseException) -> None:
-        """Everything that a worker still had is compiled here, and another worker takes its place."""
-        worker = self._workers.pop(index)
-        request.lost += [request.sent.pop(future) for future in worker.unanswered if future in request.sent]
-        self._counts[how] += 1
-        try:
-            worker.end()
-            if self._restarts > 0:
-                self._workers[index] = self._start()
-                self._restarts -= 1
-                self._counts["restarted"] += 1
-        except Exception:
-            logger.exception("worker %d could not be replaced", index)
-        logger.warning(
-            "worker %d is lost (%s): compiling what it still had here, %s", index, f"{type(why).__name__}: {why}",
-            "starting another worker" if index in self._workers else "and going on without it",
-        )  # fmt: skip
+def picache_of(reply: Reply, key: str, fingerprint: str, method: Method, tokens: int) -> PICache:
+    """What a worker has made of a segment of so many tokens. Raises PICacheError if it isn't that."""
+    if reply.error:
+        raise PICacheError(reply.error)
+    device = method.backbone.get_input_embeddings().weight.device
+    # copied: a store that kept the array would keep it in Ray's object store
+    picache = deserialize(np.asarray(reply.data, np.uint8).tobytes(), key, device)
+    tokens += method.sink_tokens
+    if picache.fingerprint != fingerprint or picache.num_tokens != tokens:
+        raise PICacheError(f"{tokens} tokens with fingerprint {fingerprint} expected, got {picache!r}")
+    return picache
 
 
 def spec_of(method: Method) -> MethodSpec:
