@@ -57,6 +57,7 @@ MADE = {
     "out/adapter": "configs/nano.yaml",
     "out/linktokens-smollm2-135m": "configs/linktokens-smollm2-135m.yaml",
     "training/adapters/linktokens-smollm2-135m": "configs/linktokens-smollm2-135m.yaml",
+    "training/adapters/linktokens-qwen2.5-coder-0.5b": "configs/linktokens-smollm2-135m.yaml model=qwen2.5-coder-0.5b",
     "out/front": "configs/front.yaml model=nano",
 }
 """Adapters that commands and programs name: how each is trained."""
