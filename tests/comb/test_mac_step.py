@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import math
 from dataclasses import replace
+from statistics import fmean
 
 import pytest
 import torch
@@ -12,11 +13,9 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from comb.bench.mac import error_between
 from comb.kernels.mac.mac_config import MacConfig
 from comb.kernels.mac.state import EMPTY, MacState, RingEntries
 from comb.kernels.mac.step import attend, find_match, merge
-from comb.mac.streams import StreamSpec, make_stream, run_stream
 from tests.helpers.mac_decode import Decode, attend_range, noise, step_in_order
 
 EXACT = {torch.float64: 1e-13, torch.float32: 2e-6, torch.bfloat16: 1e-5}
@@ -85,9 +84,33 @@ def test_equal_queries_without_positions_are_exact_at_a_fraction_of_the_keys(sin
 
 def test_equal_queries_with_positions_are_not_exact() -> None:
     """Trap T1: the phase of far keys changes, so a match says nothing about them."""
-    white = run_stream(make_stream(StreamSpec(512, 20, white=True)), MacConfig(window=64, band=16, min_length=0))
-    assert white["hit_rate"] == 1.0
-    assert white["error_mean"] > 0.3
+    queries, keys, values = (
+        noise(1, 4, 1, 64).expand(-1, -1, 276, -1),
+        noise(1, 2, 276, 64, seed=1),
+        noise(1, 2, 276, 64),
+    )
+    config = MacConfig(window=64, band=16, min_length=0)
+    angles = torch.arange(276.0)[:, None] * 500_000.0 ** (-torch.arange(32.0) / 32)
+
+    def rotated(tensor: Tensor) -> Tensor:
+        first, second = tensor.chunk(2, dim=-1)
+        cos, sin = angles.cos(), angles.sin()
+        return torch.cat([first * cos - second * sin, second * cos + first * sin], dim=-1)
+
+    errors, hits = relative_errors(Decode(config, queries, rotated(keys), values, rotated=rotated(queries)), 256)
+    assert hits == 1.0
+    assert fmean(errors) > 0.3
+
+
+def relative_errors(decode: Decode, prompt: int) -> tuple[list[float], float]:
+    """Of the output over all heads, step by step behind a prompt; and the share of hits."""
+    decode.fill(prompt)
+    errors, hits = [], []
+    for m in range(prompt, decode.queries.shape[2]):
+        done, exact = decode.step(m), decode.exact(m)
+        errors.append(float((done.output - exact).norm() / exact.norm()))
+        hits.append(float(done.match.hit.double().mean()))
+    return errors, fmean(hits)
 
 
 # --- M4, M12: what an entry holds -----------------------------------------------------------------------------------
@@ -224,15 +247,21 @@ def test_chain_and_drift_add_up() -> None:
 
 
 def test_caps_bound_the_error_of_a_drifting_stream() -> None:
-    """Trap T2: without caps the threshold is irrelevant and the error grows; trap T3: a cap needs a tight tau."""
-    stream = make_stream(StreamSpec(1024, 160, heads=4, recency=4.0, content=2.0, drift=0.1))
-    tight = MacConfig(window=256, band=64, tau=0.75, min_length=0)
-    capped, free = run_stream(stream, tight), run_stream(stream, tight.uncapped())
-    loose = run_stream(stream, replace(tight.uncapped(), tau=0.2))
-    assert free["errors"] == loose["errors"]
-    assert error_between(free, 0.75, 1) > 1.5 * error_between(free, 0, 0.1)
-    assert error_between(capped, 0.75, 1) < 0.7 * error_between(free, 0.75, 1)
-    assert capped["hit_rate"] > 0.85
+    """Trap T2: without caps the threshold is irrelevant and the error grows."""
+    length, drift = 376, 0.1
+    walk = noise(1, 4, length, 32, seed=3)  # of unit variance, each a little off the one before it
+    for m in range(1, length):
+        walk[:, :, m] = (1 - drift**2) ** 0.5 * walk[:, :, m - 1] + drift * walk[:, :, m]
+    keys, values = (std * noise(1, 2, length, 32, seed=seed) for std, seed in ((1.5, 1), (1, 2)))
+    tight = MacConfig(window=64, band=16, tau=0.75, min_length=0)
+    (capped, hits), (free, _), (loose, _) = (
+        relative_errors(Decode(config, walk, keys, values), 256)
+        for config in (tight, tight.uncapped(), replace(tight.uncapped(), tau=0.2))
+    )
+    assert free == loose
+    assert fmean(free[-30:]) > 1.5 * fmean(free[:12])
+    assert fmean(capped[-30:]) < 0.7 * fmean(free[-30:])
+    assert hits > 0.85
 
 
 # --- M8: state ------------------------------------------------------------------------------------------------------

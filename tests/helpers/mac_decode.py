@@ -70,12 +70,6 @@ def attend_range(
     return attend(query, keys[..., low : max(high, low), :], values[..., low : max(high, low), :], scale)
 
 
-def hit_keys(config: MacConfig) -> int:
-    """Most keys that a hit reads, whatever the context: sink, band, and as much again as a match lies back."""
-    reach = min(config.window, config.max_gap or config.window)
-    return config.sink + config.band + reach
-
-
 def step_in_order(
     state: MacState,
     unrotated: Tensor,
