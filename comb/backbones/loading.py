@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import functools
 import logging
 import re
-import time
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +16,7 @@ from comb.backbones import backbones
 from comb.backbones.damage import check_files, check_settings, damage_of, explained, headers, local_folder
 from comb.backbones.gguf import SUFFIX, convert, gguf_file
 from comb.backbones.settings import PEFT
+from comb.backbones.torch_private import is_slow_here
 from comb.backbones.tracebacks import DamagedError
 from comb.backbones.unpublished import private_file, read_private
 from comb.backbones.whole import check_finite, check_whole
@@ -224,39 +223,10 @@ def load_backbone(
     return model
 
 
-# --- does this CPU multiply 16-bit numbers, or does torch do it for it, several times slower than in float32? -----
-# Most without AVX512-BF16 or AMX don't, and most checkpoints on the Hub are in bfloat16. Measured, not looked up: names
-# of instructions say little of what torch makes of them.
+# --- does torch multiply 16-bit numbers on this CPU by the CPU's own instructions, or several times slower? ---------
 
 NOTICED = 10_000_000
 """Parameters from which on a model is slow enough for it to matter."""
-
-
-@functools.cache
-def slowdown(dtype: torch.dtype) -> float:
-    """How many times as long a linear layer takes a core of this CPU in `dtype` as in float32; best of eight each."""
-
-    def seconds(of: torch.dtype) -> float:
-        a = torch.ones(256, 256, dtype=of)
-        took = []
-        for _ in range(8):
-            start = time.perf_counter()
-            nn.functional.linear(a, a)
-            took.append(time.perf_counter() - start)
-        return min(took)
-
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)  # several wait for each other where a machine is busy, which is as long in any dtype
-    try:
-        return seconds(dtype) / seconds(torch.float32)
-    finally:
-        torch.set_num_threads(threads)
-
-
-def is_slow(dtype: torch.dtype) -> bool:
-    """Whether this CPU is several times faster in float32."""
-    return dtype in (torch.bfloat16, torch.float16) and slowdown(dtype) > 4
-
 
 _warned: set[torch.dtype] = set()
 
@@ -266,8 +236,8 @@ def warn_if_slow(model: nn.Module) -> None:
     first = next(model.parameters(), None)
     if first is None or first.device.type != "cpu" or first.dtype in _warned:
         return
-    if sum(weight.numel() for weight in model.parameters()) >= NOTICED and is_slow(first.dtype):
+    if sum(weight.numel() for weight in model.parameters()) >= NOTICED and is_slow_here(first.dtype):
         _warned.add(first.dtype)
-        logger.warning("this CPU multiplies %s some %.0f times slower than float32: load the model with dtype=float32 "
+        logger.warning("this CPU multiplies %s several times slower than float32: load the model with dtype=float32 "
                        "(--dtype float32; model.dtype=float32 when training)",
-                       str(first.dtype).removeprefix("torch."), slowdown(first.dtype))  # fmt: skip
+                       str(first.dtype).removeprefix("torch."))  # fmt: skip

@@ -13,8 +13,8 @@ from rich.console import Console
 from rich.markup import escape
 from rich.panel import Panel
 
-from comb.backbones.loading import is_slow
 from comb.backbones.tokenizer import load_tokenizer
+from comb.backbones.torch_private import is_slow_here
 from comb.documents.datasets import read_dataset
 from comb.documents.document import Document, Example, PromptBuilder
 from comb.engine.engine import PICEngine
@@ -153,7 +153,7 @@ def run_real_demo(model_name: str, adapter: Path | None, console: Console) -> No
         )
     place = str(folder) if found else config.model.backbone
     device, dtype = device_of(config), dtype_of(config.model.dtype)
-    if device.type == "cpu" and isinstance(dtype, torch.dtype) and is_slow(dtype):
+    if device.type == "cpu" and isinstance(dtype, torch.dtype) and is_slow_here(dtype):
         config = replace(config, model=replace(config.model, dtype="float32"))
     model = load_checkpoint(place, config)
     tokenizer = load_tokenizer(place, model)
