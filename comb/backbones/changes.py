@@ -9,13 +9,10 @@ than 0.1 ms. What a pass itself writes (the length that a rotary embedding has i
 from __future__ import annotations
 
 import copy
-import dis
 import math
-import types
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence, Set
 from contextlib import suppress
-from functools import cache, partial
 from itertools import chain, islice
 from typing import Any
 
@@ -23,7 +20,7 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from comb.backbones.names import NOTES, Names, codes, counts, equal, filled
+from comb.backbones.names import NOTES, Names, counts, equal
 from comb.backbones.torch_private import hook_dicts_of, volatile_buffers_of, writes
 
 RUN_STATE = "_comb_run_state"
@@ -34,7 +31,9 @@ UNREAD = ("_name_or_path", "_commit_hash", "use_cache", "transformers_version", 
 # and what is set for a while to look into attention
 _PASSING = (*UNREAD, "_attn_implementation", "_experts_implementation", "_output_attentions", "_output_hidden_states")
 _ABSENT = object()
-_OWN = ("comb.", "comb_training.", "comb_serving.")
+# where hooks are made that leave what is computed: comb's come and go, transformers' look at outputs and gradients
+_WATCHING = ("comb.", "comb_training.", "comb_serving.", "transformers.utils.output_capturing",
+             "transformers.modeling_utils")  # fmt: skip
 
 
 class Settings:
@@ -67,8 +66,8 @@ class Settings:
         return not (any(_differs(vars(config), kept) for config, kept in self._configs) or self._changed(modules))
 
     def learn(self, modules: list[nn.Module]) -> bool:
-        """Behind a pass, with nobody else's in between: what is other than in front of it, and what a module's forward
-        or its hooks write by their code, is the pass's own. A user may have written the rest meanwhile.
+        """Behind a pass, with nobody else's in between: values (no functions) that are others than in front of it are
+        the pass's own.
 
         Returns:
             Whether there are fewer `buffers` to look at.
@@ -76,7 +75,7 @@ class Settings:
         before, changed = len(self._buffers), self._changed(modules)
         names = Names(modules if changed else ())
         for module, name, value in changed:
-            if name in _written_by(module):
+            if not callable(value) and not callable(vars(module).get(name)):
                 vars(module).setdefault(RUN_STATE, {})[name] = None if value is _ABSENT else names.of(value)
         self._buffers = [each for each in self._buffers if each[1] not in run_state(modules[each[0]])]
         return len(self._buffers) < before
@@ -130,63 +129,10 @@ def run_state(module: nn.Module) -> Set[str]:
     return seen | set(names)
 
 
-def _written_by(module: nn.Module) -> set[str]:
-    """Names that a module's forward and hooks may write: attributes that their code, and functions of the same class
-    and file that it names, store to, and buffers that it registers."""
-    ahead: list[Any] = [module.forward, *(hook for hooks in hook_dicts_of([module]) for hook in hooks.values())]
-    written, seen = set[str](), set[int]()
-    while ahead:
-        function = _unwrapped(ahead.pop())
-        if not isinstance(function, types.FunctionType):
-            function = vars(type(function)).get("__call__")
-        if not isinstance(function, types.FunctionType) or id(function) in seen:
-            continue
-        seen.add(id(function))
-        ahead += filled(function)
-        for code in codes(function.__code__):
-            written |= {each.argval for each in dis.get_instructions(code) if each.opname == "STORE_ATTR"}
-            if {"register_buffer", "setattr", "__setattr__"} & {*code.co_names}:
-                written |= {each for each in code.co_consts if isinstance(each, str)}
-            for name in code.co_names:
-                found = function.__globals__.get(name)
-                ahead += [getattr(type(module), name, None)]
-                ahead += [found] if getattr(found, "__module__", None) == function.__module__ else []
-    return written
-
-
-def _unwrapped(hook: Any) -> Any:
-    while isinstance(hook, partial):
-        hook = hook.func
-    return getattr(hook, "__func__", hook)
-
-
 def _hooked(hooks: list[Mapping[int, Callable[..., Any]]]) -> list[tuple[int, Any]]:
-    """Hooks that may give something else to compute with, each with the place of its module: neither comb's own, which
-    come and go, nor those that only watch."""
-    found = []
-    for place, each in enumerate(hooks):
-        for hook in each.values():
-            if str(getattr(hook, "__module__", "")).startswith(_OWN):
-                continue
-            function = _unwrapped(hook)
-            if not isinstance(function, types.FunctionType):
-                function = type(function).__call__
-            if not isinstance(function, types.FunctionType) or not _returns_nothing(function.__code__):
-                found.append((place, hook))
-    return found
-
-
-@cache
-def _returns_nothing(code: types.CodeType) -> bool:
-    before, nothing = None, True
-    for each in dis.get_instructions(code):
-        if each.opname == "RETURN_CONST":
-            nothing &= each.argval is None
-        elif each.opname == "RETURN_VALUE":
-            constant = before is not None and before.opname.startswith("LOAD_CONST") and before.argval is None
-            nothing &= constant and not each.is_jump_target
-        before = each
-    return nothing
+    """Hooks that may give something else to compute with, each with the place of its module."""
+    every = ((place, hook) for place, each in enumerate(hooks) for hook in each.values())
+    return [each for each in every if not str(getattr(each[1], "__module__", "")).startswith(_WATCHING)]
 
 
 def _values(modules: list[nn.Module]) -> list[Any]:

@@ -22,7 +22,7 @@ from torch import Tensor
 
 from comb.backbones.changes import MOST, RUN_STATE, UNREAD, Sample, Settings, described, row_sums
 from comb.backbones.forward import counted_passes
-from comb.backbones.names import Names
+from comb.backbones.names import Names, forget_own_names
 from comb.backbones.torch_private import all_tensors_of, layouts_of, modules_of, tensors_of
 from comb.locks import lock_of
 from comb.waits import on_device
@@ -176,6 +176,7 @@ def forget_identity(model: Any) -> None:
     for module in modules_of(model):
         module.__dict__.pop(_ATTRIBUTE, None)
         module.__dict__.pop(RUN_STATE, None)
+    forget_own_names()  # a hook may hold something else now
 
 
 @contextmanager
@@ -280,11 +281,14 @@ _entered: ContextVar[tuple[Any, ...]] = ContextVar("models that this thread comp
 
 
 @contextmanager
-def exclusive(model: Any) -> Iterator[None]:
+def exclusive(model: Any, *, streams: bool = False) -> Iterator[None]:
     """One computation at a time on a model, in eval mode, without gradients, and in the model's own dtype.
 
     Documents reach the cross blocks through hooks on the backbone, so a plain run of that backbone, or another
     request's, must not overlap: the lock belongs to the backbone, whichever engine or method uses it.
+
+    Args:
+        streams: the caller goes on meanwhile, so that what changes isn't taken for what passes write.
 
     Raises:
         ValueError: the weights have changed while this call waited for another's computation, so that what it has
@@ -317,7 +321,7 @@ def exclusive(model: Any) -> Iterator[None]:
             yield
         finally:
             walk = _walk.get()
-            for known, identity in () if walk is None else walk.identities.values():
+            for known, identity in () if walk is None or streams else walk.identities.values():
                 identity.learn_run_state(modules_now(known))
             _entered.reset(token)
             for module in training:

@@ -1,4 +1,5 @@
-"""Values as text, the same in every process: what is compared, and named, where a model's settings are."""
+"""Values as text, the same in every process where that is safe: what is compared, and named, where a model's settings
+are."""
 
 from __future__ import annotations
 
@@ -9,7 +10,7 @@ import sysconfig
 import types
 import uuid
 import weakref
-from collections.abc import Iterable, Iterator, Mapping, Set
+from collections.abc import Iterable, Mapping, Set
 from contextlib import suppress
 from enum import Enum
 from functools import cache, partial
@@ -21,6 +22,7 @@ import numpy as np
 import torch
 import transformers
 from torch import Tensor, nn
+from transformers.utils.hub import HF_MODULES_CACHE
 
 NOTES = (list, tuple, set, dict)
 _VALUES = (Number, np.generic, str, bytes, type(None), torch.dtype, torch.Size)
@@ -36,9 +38,9 @@ def counts(name: str) -> bool:
 
 
 class Names:
-    """Plain values, tensors and arrays by what they hold, functions and objects by their code and by what they hold,
-    installed packages' functions by their names. What can't be told so goes by itself: its name is another's in no
-    process.
+    """Plain values, tensors and arrays go by what they hold, classes and functions of installed packages by where they
+    are found, such classes' objects by both. All else (what a user has written, closures, lambdas) goes by itself: its
+    name is another's in no process.
 
     Args:
         modules: of the model, which are named by their places.
@@ -46,8 +48,6 @@ class Names:
 
     def __init__(self, modules: Iterable[nn.Module] = ()) -> None:
         self._known = {id(module): f"module {place}" for place, module in enumerate(modules)}
-        self._classes: dict[type, str] = {}
-        self._holder: Any = None  # the hook, or replaced forward, that is looked into
 
     def of(self, value: Any) -> str:
         if isinstance(value, Enum):
@@ -58,8 +58,6 @@ class Names:
             return "device"
         if id(value) in self._known:
             return self._known[id(value)]
-        if isinstance(value, type):
-            return self._class(value)
         self._known[id(value)] = "above"  # where something holds itself
         try:
             return self._inside(value)
@@ -78,86 +76,50 @@ class Names:
             return f"{name}{hashlib.sha256(data.tobytes()).hexdigest()}"
         if isinstance(value, np.ndarray) and not value.dtype.hasobject:
             return f"{value.shape}{value.dtype}{hashlib.sha256(np.ascontiguousarray(value).tobytes()).hexdigest()}"
-        if isinstance(value, (*NOTES, frozenset, Mapping)):
-            if self._holder is not None and not isinstance(value, tuple | frozenset):
-                held = list(value.values() if isinstance(value, Mapping) else value)
-                if not held or not all(isinstance(each, (*_VALUES, Enum)) for each in held):
-                    return _own_name(value, self._holder)  # what a hook fills, and doesn't go by
-            if isinstance(value, Mapping):
-                items = [f"{self.of(key)}:{self.of(each)}" for key, each in value.items()]
-            else:
-                items = list(map(self.of, value))
+        if isinstance(value, Mapping):
+            items = [f"{self.of(key)}:{self.of(each)}" for key, each in value.items()]
+            return f"{type(value).__name__}({','.join(items)})"
+        if isinstance(value, (*NOTES, frozenset)):
+            items = list(map(self.of, value))
             return f"{type(value).__name__}({','.join(sorted(items) if isinstance(value, Set) else items)})"
         if isinstance(value, types.ModuleType):
             return value.__name__
-        if isinstance(value, types.BuiltinFunctionType) and not isinstance(value.__self__, types.ModuleType | None):
-            return f"{value.__qualname__} of {self._within(value.__self__, value.__self__)}"
-        if isinstance(value, types.FunctionType | types.BuiltinFunctionType | types.MethodType | partial):
-            return self._function(value)
-        return self._object(value)
-
-    def _within(self, holder: Any, value: Any) -> str:
-        outer, self._holder = self._holder, holder
-        try:
-            return self.of(value)
-        finally:
-            self._holder = outer
-
-    def _function(self, function: Any) -> str:
-        function = getattr(function, "_torchdynamo_orig_callable", function)  # what torch.compile has compiled
-        if isinstance(function, partial):
-            parts = (function.func, *function.args, *sorted(function.keywords), *_by_key(function.keywords))
-            return f"partial({','.join(self._within(function, each) for each in parts)})"
-        if isinstance(function, types.MethodType):
-            own = function.__self__
-            return f"{self._function(function.__func__)} of {self._within(own, own)}"
-        name = _qualified(function)
-        if not isinstance(function, types.FunctionType):
-            return name
-        read: list[Any] = []
-        if _is_installed(function):
-            module, _, path = name.partition(":")
-            found: Any = sys.modules.get(module)
-            for part in path.split("."):
-                found = getattr(found, part, None)
-            if found is function:  # its name leads to it, so that it says all
-                return name
-        else:  # what it reads of its file, as far as that is told by what it holds
-            kinds = (*_VALUES, Enum, Tensor, np.ndarray, types.FunctionType)
-            words = {word for code in codes(function.__code__) for word in code.co_names}
-            found_there = (function.__globals__.get(word) for word in sorted(words))
-            read = [value for value in found_there if value is not None and isinstance(value, kinds)]
-        held = (*filled(function), *(function.__defaults__ or ()), *_by_key(function.__kwdefaults__ or {}), *read)
-        return f"{name} {self._code(function.__code__)} {','.join(self._within(function, each) for each in held)}"
-
-    def _code(self, code: types.CodeType) -> str:
-        constants = [self._code(each) if isinstance(each, types.CodeType) else self.of(each) for each in code.co_consts]
-        return f"{code.co_code.hex()}{code.co_names}{constants}"
-
-    def _class(self, kind: type) -> str:
-        """Of one that isn't installed, all that it can do."""
-        if kind not in self._classes:
-            self._classes[kind] = _qualified(kind)
-            own = [
-                each if isinstance(each, types.FunctionType | Number | str) else getattr(each, "__func__", None)
-                for part in kind.__mro__ if not _is_package(part.__module__) for _, each in sorted(vars(part).items())
-            ]  # fmt: skip
-            self._classes[kind] += "".join(self.of(each) for each in own if each is not None)
-        return self._classes[kind]
-
-    def _object(self, value: Any) -> str:
-        kind = type(value)
-        if kind.__module__.partition(".")[0] in ("_thread", "threading", "weakref"):
-            return _qualified(kind)
-        held = getattr(value, "__dict__", None)
-        if not isinstance(held, dict):
-            return _own_name(value, self._holder)
+        if isinstance(value, partial):
+            named = sorted(value.keywords.items())
+            parts = (value.func, *value.args, *(name for name, _ in named), *(each for _, each in named))
+            return f"partial({','.join(map(self.of, parts))})"
+        if isinstance(value, types.MethodType):
+            return f"{self.of(value.__func__)} of {self.of(value.__self__)}"
+        if isinstance(value, types.FunctionType | types.BuiltinFunctionType | type):
+            return self._defined(value)
+        if not _is_installed(type(value)) or (callable(value) and not isinstance(value, nn.Module)):
+            return _own_name(value)
+        held = vars(value)
         if isinstance(value, nn.Module):
             tensors = {**value._parameters, **value._buffers, **value._modules}
             held = {**{name: each for name, each in held.items() if counts(name)}, **tensors}
-        elif _is_package(kind.__module__):  # what it keeps of its runs isn't known: what is plain
+        else:  # what it keeps of its runs isn't known: what is plain
             held = {name: each for name, each in held.items() if isinstance(each, (*_VALUES, Enum))}
-        return f"{self._class(kind)} {[(name, self._within(value, held[name])) for name in sorted(held)]}"
+        return f"{self.of(type(value))} {[(name, self.of(held[name])) for name in sorted(held)]}"
+
+    def _defined(self, value: Any) -> str:
+        """A class or function."""
+        if (compiled := getattr(value, "_torchdynamo_orig_callable", None)) is not None:  # by torch.compile
+            return self.of(compiled)
+        if isinstance(value, types.BuiltinFunctionType) and value.__module__ is not None:  # C has no other of its name
+            return _qualified(value)
+        if not _is_installed(value):
+            return _own_name(value)
+        found: Any = sys.modules[value.__module__]
+        for part in value.__qualname__.split("."):
+            found = getattr(found, part, None)
+        if found is value:
+            return _qualified(value)
+        if isinstance(value, type):
+            return _own_name(value)
+        # made inside of another function, as accelerate makes forwards
+        held = [cell.cell_contents for cell in value.__closure__ or ()], value.__defaults__, value.__kwdefaults__
+        return f"{_qualified(value)} {value.__code__.co_firstlineno} {self.of(held)}"
 
 
 def equal(one: Any, other: Any) -> bool:
@@ -170,46 +132,24 @@ def equal(one: Any, other: Any) -> bool:
     return Names().of(one) == Names().of(other)
 
 
-def codes(code: types.CodeType) -> Iterator[types.CodeType]:
-    """A function's code, and that of the functions inside of it."""
-    yield code
-    for each in code.co_consts:
-        if isinstance(each, types.CodeType):
-            yield from codes(each)
-
-
-def filled(function: types.FunctionType) -> list[Any]:
-    """What a closure holds."""
-    found = []
-    for cell in function.__closure__ or ():
-        with suppress(ValueError):  # it is empty
-            found.append(cell.cell_contents)
-    return [value for value in found if value is not None]
-
-
 _own_names: dict[int, tuple[weakref.ref[Any], str]] = {}
 
 
-def _own_name(value: Any, holder: Any = None) -> str:
-    """A name as long as an object lives, or for those that don't tell (lists) the one that holds them."""
-    for each in (value, holder):
-        place = id(each)
-        kept = _own_names.get(place)
-        if kept is not None and kept[0]() is each:
-            return kept[1]
-
-        def forget(gone: weakref.ref[Any], place: int = place) -> None:
-            if (kept := _own_names.get(place)) is not None and kept[0] is gone:
-                del _own_names[place]
-
-        with suppress(TypeError):  # lists can't be referred to
-            _own_names[place] = weakref.ref(each, forget), uuid.uuid4().hex
-            return _own_names[place][1]
-    return uuid.uuid4().hex
+def _own_name(value: Any) -> str:
+    """A name until an object dies, or until `forget_own_names`; of what can't be referred to, another each time."""
+    kept = _own_names.get(id(value))
+    if kept is None or kept[0]() is not value:
+        try:
+            kept = weakref.ref(value), uuid.uuid4().hex
+        except TypeError:
+            return uuid.uuid4().hex
+        _own_names[id(value)] = kept
+    return kept[1]
 
 
-def _by_key(mapping: Mapping[str, Any]) -> list[Any]:
-    return [mapping[key] for key in sorted(mapping)]
+def forget_own_names() -> None:
+    """What goes by itself may hold something else now."""
+    _own_names.clear()
 
 
 def _qualified(value: Any) -> str:
@@ -218,22 +158,19 @@ def _qualified(value: Any) -> str:
 
 @cache
 def _installed() -> tuple[str, ...]:
+    """Folders of code that nobody edits: code of a model's own among it, whose folder is called after its text."""
     paths = sysconfig.get_paths()
     own = (str(Path(__file__).parents[1]), *(str(Path(each.__file__ or "").parent) for each in (torch, transformers)))
-    return tuple(f"{each}{os.sep}" for each in (*(paths[key] for key in ("stdlib", "purelib", "platlib")), *own))
+    folders = (*(paths[key] for key in ("stdlib", "purelib", "platlib")), *own, HF_MODULES_CACHE)
+    return tuple(f"{each}{os.sep}" for each in folders)
 
 
-def _is_installed(function: Any) -> bool:
-    """Whether a function is a package's, and what it wraps."""
-    while function is not None:
-        code = getattr(function, "__code__", None)
-        if code is not None and not code.co_filename.startswith(_installed()):
+def _is_installed(value: Any) -> bool:
+    """Whether a class or function is a package's, and all that it wraps."""
+    while value is not None:
+        module = sys.modules.get(value.__module__)
+        file = value.__code__.co_filename if hasattr(value, "__code__") else getattr(module, "__file__", None)
+        if module is None or value.__module__ == "__main__" or not (file or _installed()[0]).startswith(_installed()):
             return False
-        function = getattr(function, "__wrapped__", None)
+        value = getattr(value, "__wrapped__", None)
     return True
-
-
-def _is_package(module: str) -> bool:
-    found = sys.modules.get(module)
-    file = getattr(found, "__file__", None)
-    return found is not None and module != "__main__" and (file is None or file.startswith(_installed()))

@@ -347,8 +347,8 @@ class PICEngine(AnswerSteps):
         that accelerate has offloaded, or tensors that are no parameter and no buffer.
 
         All other changes are noticed at the next call (docs/python.md). Documents compiled before count as hits only
-        if all weights turn out to be what they were; conversations are linked from their start. For all engines on this
-        model.
+        if all weights turn out to be what they were, and no hook or forward is your own; conversations are linked from
+        their start. For all engines on this model.
         """
         forget_identity(self.model)
 

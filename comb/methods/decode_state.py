@@ -192,7 +192,8 @@ class DecodeState:
             # some scans begin anew with each
             generate_kwargs |= {"use_cache": True, "prefill_chunk_size": None}
         self._check_crossing(generate_kwargs)
-        with exclusive(self.model), generating_behind(self.model, past):
+        streams = generate_kwargs.get("streamer") is not None
+        with exclusive(self.model, streams=streams), generating_behind(self.model, past):
             settle(backbone_of(self.model), self.input_ids.shape[1])
             arguments = _with_configuration(self.model, generate_kwargs)
             return self.model.generate(self.input_ids, attention_mask=self.attention_mask, **arguments)

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
 
 from comb import PICacheStore, PICEngine, methods
 from comb.backbones import identity
@@ -57,6 +58,38 @@ def replaced_layer(model: Any) -> None:
     layers[1].self_attn.layer_idx = 1
 
 
+def average(old: Tensor, new: Tensor) -> None:
+    old.data.mul_(0.25).add_(new.data, alpha=0.75)
+
+
+def as_numpy(old: Tensor, new: Tensor) -> None:
+    old.detach().numpy()[...] = new.detach().numpy()
+
+
+def storage(old: Tensor, new: Tensor) -> None:
+    old.untyped_storage().copy_(new.untyped_storage())
+
+
+def other_memory(old: Tensor, new: Tensor) -> None:
+    with torch.no_grad():
+        old.set_(new.clone())
+
+
+def several_at_once(old: Tensor, new: Tensor) -> None:
+    torch._foreach_copy_([old.data], [new.data])
+
+
+def each_weight(how: Callable[[Tensor, Tensor], None]) -> Change:
+    """Written where torch doesn't count."""
+
+    def change(model: Any) -> None:
+        torch.manual_seed(5)
+        for tensor in model.parameters():
+            how(tensor, tensor.detach() + torch.randn_like(tensor) * 0.3)
+
+    return change
+
+
 CHANGES: list[Change] = [
     optimizer_step,
     lambda model: model.load_state_dict({name: tensor + 0.25 for name, tensor in model.state_dict().items()}),
@@ -66,6 +99,7 @@ CHANGES: list[Change] = [
     replaced_layer,
     lambda model: model.to(torch.float64),
     lambda model: model.model.layers[0].mlp.gate_proj.qweight.fill_(5),
+    *map(each_weight, (average, as_numpy, storage, other_memory, several_at_once)),
 ]
 
 

@@ -5,9 +5,7 @@ from __future__ import annotations
 import copy
 import dataclasses
 import enum
-import functools
 import gc
-import textwrap
 import threading
 import types
 import weakref
@@ -18,10 +16,10 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from comb import LinkTokensForCausalLM, PICacheStore, PICEngine
-from comb.backbones.identity import identity_of
+from comb.backbones.identity import forget_identity, identity_of, weights_fingerprint
 from comb.locks import lock_of
 from tests.helpers.families import tiny
 from tests.helpers.tiny_engine import (
@@ -40,7 +38,6 @@ from tests.helpers.tiny_engine import (
 pytestmark = pytest.mark.usefixtures("one_thread")
 
 DOCUMENTS = [LAKE, CITY]
-Write = Callable[[Tensor, Tensor], None]
 
 
 def other_weights(model: Any) -> Any:
@@ -52,33 +49,9 @@ def other_weights(model: Any) -> Any:
     return other
 
 
-def average(old: Tensor, new: Tensor) -> None:
-    old.data.mul_(0.25).add_(new.data, alpha=0.75)
-
-
-def as_numpy(old: Tensor, new: Tensor) -> None:
-    old.detach().numpy()[...] = new.detach().numpy()
-
-
-def storage(old: Tensor, new: Tensor) -> None:
-    old.untyped_storage().copy_(new.untyped_storage())
-
-
-def other_memory(old: Tensor, new: Tensor) -> None:
-    with torch.no_grad():
-        old.set_(new.clone())
-
-
-def several_at_once(old: Tensor, new: Tensor) -> None:
-    torch._foreach_copy_([old.data], [new.data])
-
-
-WRITES: list[Write] = [average, as_numpy, storage, other_memory, several_at_once]
-
-
-def write(model: Any, source: Any, how: Write = several_at_once) -> None:
+def write(model: Any, source: Any) -> None:
     for old, new in zip(model.parameters(), source.parameters(), strict=True):
-        how(old, new)
+        torch._foreach_copy_([old.data], [new.data])
 
 
 @pytest.fixture
@@ -93,27 +66,9 @@ def asked(engine: PICEngine) -> str:
     return state
 
 
-def ask(model: Any, method: str | None = "naive", documents: list[str] = DOCUMENTS, **options: Any) -> Any:
-    engine = PICEngine(model, make_tokenizer(template=TEMPLATE), method=method, **options)
-    return engine.ask(QUESTION, documents, max_new_tokens=NEW)
-
-
-@pytest.mark.parametrize("how", WRITES)
-def test_every_way_to_write_all_weights_is_noticed(how: Write, tmp_path: Path) -> None:
-    model, before = make_backbone(), make_backbone()
-    source, store = other_weights(model), PICacheStore(disk_path=tmp_path)
-    engine = PICEngine(model, make_tokenizer(template=TEMPLATE), method="naive", store=store)
-    first = engine.ask(QUESTION, DOCUMENTS, max_new_tokens=NEW)
-    write(model, source, how)
-    answer = engine.ask(QUESTION, [*DOCUMENTS, BOOK], max_new_tokens=NEW)
-    assert answer.token_ids == ask(copy.deepcopy(model), documents=[*DOCUMENTS, BOOK]).token_ids
-    assert states(answer) == ["compiled"] * 3
-    # nothing of it lies on the disk under the name of the weights before
-    store.flush()
-    again = ask(before, documents=[*DOCUMENTS, BOOK], store=PICacheStore(disk_path=tmp_path))
-    assert states(again) == ["hit", "hit", "compiled"]
-    assert again.token_ids == ask(make_backbone(), documents=[*DOCUMENTS, BOOK]).token_ids
-    assert first.token_ids != answer.token_ids
+def name_of(model: Any) -> str:
+    """What documents are called after."""
+    return str(getattr(model, "fingerprint", None) or weights_fingerprint(model))
 
 
 MODELS: dict[str, Callable[[], Any]] = {
@@ -136,10 +91,9 @@ def test_whatever_was_computed_before_is_computed_again(name: str, part: str) ->
     model = MODELS[name]()
     method = None if name.startswith(("comb", "linktokens")) else name
     source = other_weights(model)
-    written = {
-        each: tensor for each, tensor in model.named_parameters()
-        if part == "all" or ("embed" in each if part == "embedding" else not each.startswith("backbone."))
-    }  # fmt: skip
+    for each, tensor in source.named_parameters():
+        if part != "all" and not ("embed" in each if part == "embedding" else not each.startswith("backbone.")):
+            tensor.data.copy_(model.get_parameter(each))
     options: dict[str, Any] = {"method": method}
     if name == "primed":
         options["front"] = list(range(60, 90))
@@ -147,9 +101,7 @@ def test_whatever_was_computed_before_is_computed_again(name: str, part: str) ->
     chat = engine.conversation(DOCUMENTS, messages=[{"role": "system", "content": "Answer."}])
     chat.ask(QUESTION, max_new_tokens=NEW)
     engine.ask(QUESTION, DOCUMENTS, max_new_tokens=NEW)
-    for each, tensor in source.named_parameters():
-        if each in written:
-            several_at_once(written[each], tensor)
+    write(model, source)
     fresh = PICEngine(copy.deepcopy(model), make_tokenizer(template=TEMPLATE), **options)
     assert fresh.ask(QUESTION, DOCUMENTS, max_new_tokens=NEW).token_ids == (
         engine.ask(QUESTION, DOCUMENTS, max_new_tokens=NEW).token_ids
@@ -200,26 +152,24 @@ def rows_of_positions(model: Any) -> Iterator[None]:
 
 
 @pytest.mark.parametrize(
-    ("make", "method", "changes"),
+    ("make", "changes"),
     [
-        (make_backbone, "naive", each_tensor),
+        (make_backbone, each_tensor),
         (lambda: tiny("qwen3_moe", vocab_size=260, num_hidden_layers=1, moe_intermediate_size=128, num_experts=16),
-         "naive", each_expert),
+         each_expert),
         (lambda: make_backbone(hidden_size=576, head_dim=64, num_attention_heads=9, num_key_value_heads=3).bfloat16(),
-         "naive", shares),
-        (lambda: make_comb(make_backbone(vocab_size=1000)), "comb", rows_of_the_table),
-        (lambda: tiny("gpt2", vocab_size=260, n_positions=600), "prefix", rows_of_positions),
+         shares),
+        (lambda: make_comb(make_backbone(vocab_size=1000)), rows_of_the_table),
+        (lambda: tiny("gpt2", vocab_size=260, n_positions=600), rows_of_positions),
     ],
 )  # fmt: skip
-def test_a_part_of_the_weights_is_enough(
-    make: Callable[[], Any], method: str, changes: Callable[[Any], Iterator[None]]
-) -> None:
+def test_a_part_of_the_weights_is_enough(make: Callable[[], Any], changes: Callable[[Any], Iterator[None]]) -> None:
     model = make()
-    engine = PICEngine(model, make_tokenizer(), method=method)
-    engine.ask(QUESTION, [LAKE], max_new_tokens=1)
-    found = [asked(engine) for _ in changes(model) for _ in range(2)]
-    assert found == ["compiled", "hit"] * (len(found) // 2)
-    assert len(found) > 6
+    seen, names = [identity_of(model)], {name_of(model)}
+    for _ in changes(model):
+        seen.append(identity_of(model))
+        names.add(name_of(model))
+    assert len(names) == len(set(map(id, seen))) == len(seen) > 3
 
 
 CROSS_BLOCKS: dict[str, Callable[[Any], Any]] = {
@@ -377,32 +327,45 @@ SETTINGS: dict[str, tuple[str, Callable[[Any], Any]]] = {
 
 
 @pytest.mark.parametrize("name", SETTINGS)
-def test_what_else_decides_what_is_computed_is_noticed(name: str, tmp_path: Path) -> None:
+def test_what_else_decides_what_is_computed_is_noticed(name: str) -> None:
     """Of a backbone, and of an adapter's own modules."""
     kind, change = SETTINGS[name]
     model = MODELS[kind]() if kind in MODELS else tiny(kind, vocab_size=260)
-    tokenizer, before = make_tokenizer(template=TEMPLATE), copy.deepcopy(model)
-    options: dict[str, Any] = {"method": None if kind in MODELS else "naive"}
-    engine = PICEngine(model, tokenizer, store=PICacheStore(disk_path=tmp_path), **options)
-    first = engine.ask(QUESTION, DOCUMENTS, max_new_tokens=NEW)
+    before, known, called = copy.deepcopy(model), identity_of(model), name_of(model)
     changed = change(model)
+    assert identity_of(model) is not known
+    assert name_of(model) != called == name_of(before)
+    if "hook" in name:
+        changed.remove()
+        assert name_of(model) == called
+
+
+ON_DISK: dict[str, Callable[[Any], Any]] = {
+    "naive": lambda model: write(model, other_weights(model)),
+    "comb": SETTINGS["encoder's hook"][1],
+    "linktokens": SETTINGS["front's forward"][1],
+}
+
+
+@pytest.mark.parametrize("method", ON_DISK)
+def test_nothing_lies_on_disk_under_the_name_of_the_model_before(method: str, tmp_path: Path) -> None:
+    model = MODELS[method]() if method in MODELS else make_backbone()
+    tokenizer, before = make_tokenizer(template=TEMPLATE), copy.deepcopy(model)
+    engine = PICEngine(model, tokenizer, method=method, store=PICacheStore(disk_path=tmp_path))
+    first = engine.ask(QUESTION, DOCUMENTS, max_new_tokens=NEW)
+    ON_DISK[method](model)
     answer = engine.ask(QUESTION, [*DOCUMENTS, BOOK], max_new_tokens=NEW)
     assert states(answer) == ["compiled"] * 3
     assert states(engine.ask(QUESTION, DOCUMENTS, max_new_tokens=1)) == ["hit", "hit"]
     engine.store.flush()
-    again = PICEngine(before, tokenizer, store=PICacheStore(disk_path=tmp_path), **options)
+    again = PICEngine(before, tokenizer, method=method, store=PICacheStore(disk_path=tmp_path))
     found = again.ask(QUESTION, [*DOCUMENTS, BOOK], max_new_tokens=NEW)
     assert states(found) == ["hit", "hit", "compiled"]
     assert again.ask(QUESTION, DOCUMENTS, max_new_tokens=NEW).token_ids == first.token_ids
-    if "hook" in name:
-        changed.remove()
-        answer = engine.ask(QUESTION, DOCUMENTS, max_new_tokens=NEW)
-        assert (states(answer), answer.token_ids) == (["hit", "hit"], first.token_ids)
 
 
-def test_what_only_watches_or_is_written_by_passes_changes_nothing(engine: PICEngine) -> None:
-    model = engine.model
-    rotary, passes = model.model.rotary_emb, []
+def test_what_passes_write_changes_nothing(engine: PICEngine) -> None:
+    rotary = engine.model.model.rotary_emb
     own = rotary.forward
 
     def counting(x: Tensor, position_ids: Tensor) -> Any:
@@ -412,15 +375,38 @@ def test_what_only_watches_or_is_written_by_passes_changes_nothing(engine: PICEn
         return own(x, position_ids)
 
     rotary.forward = counting
-
-    def watch(module: Any, args: Any, output: Any) -> None:
-        passes.append(module)
-
     for documents in ([LAKE], [LAKE, CITY], [LAKE, CITY, BOOK]):
         assert states(engine.ask(QUESTION, documents, max_new_tokens=1))[-1] == "compiled"
-        model.model.layers[0].register_forward_hook(watch)
         assert states(engine.ask(QUESTION, documents, max_new_tokens=1)) == ["hit"] * len(documents)
-    assert passes
+
+
+def offloading(model: Any) -> Any:
+    return pytest.importorskip("accelerate").dispatch_model(model, {"": "cpu"}, force_hooks=True)
+
+
+def adapted(model: Any) -> Any:
+    peft = pytest.importorskip("peft")
+    return peft.get_peft_model(model, peft.LoraConfig(target_modules=["k_proj"], init_lora_weights=False))
+
+
+def compiled(model: Any) -> Any:
+    for layer in model.model.layers:
+        layer.forward = torch.compile(layer.forward)
+    return model
+
+
+@pytest.mark.parametrize("change", [offloading, adapted, compiled, SETTINGS["activation"][1]])
+def test_installed_parts_have_the_same_names_in_every_process(change: Callable[[Any], Any]) -> None:
+    """Nothing of them goes by itself, whose name is another behind `forget_identity`."""
+    model = tiny("gemma2")
+    model = change(model) or model
+    called = name_of(model)
+    forget_identity(model)
+    assert name_of(model) == called
+    model.model.register_forward_hook(scaled)
+    called = name_of(model)
+    forget_identity(model)
+    assert name_of(model) != called
 
 
 # ---- values that are replaced by others of their kind ----
@@ -451,15 +437,6 @@ class Slotted:
         self.scale = scale
 
     def __call__(self, module: Any, args: Any, output: Any) -> Any:
-        return output * self.scale
-
-
-class SteeringModule(nn.Module):
-    def __init__(self, scale: float) -> None:
-        super().__init__()
-        self.scale = nn.Parameter(torch.tensor(scale))
-
-    def hook(self, module: Any, args: Any, output: Any) -> Any:
         return output * self.scale
 
 
@@ -498,12 +475,12 @@ Kind = enum.Enum("Kind", "FIRST SECOND")
 Options = dataclasses.make_dataclass("Options", ["scale"])
 READS = "lambda module, args, output: output * factor"
 OTHERS: dict[str, tuple[Any, Any]] = {
+    "a function of the same text": (hooked(function(STEER + "3.0")), hooked(function(STEER + "3.0"))),
     "a function": (hooked(function(STEER + "3.0")), hooked(function(STEER + "-2.0"))),
     "what a function reads": (hooked(eval(READS, {"factor": 3.0})), hooked(eval(READS, {"factor": -2.0}))),
     "a forward": (placed(forward_of(3.0)), placed(forward_of(-2.0))),
     "a callable object": (hooked(Steerer(3.0)), hooked(Steerer(-2.0))),
     "a method": (hooked(Steerer(3.0).hook), hooked(Steerer(-2.0).hook)),
-    "a module's method": (hooked(SteeringModule(3.0).hook), hooked(SteeringModule(-2.0).hook)),
     "an object that keeps it to itself": (hooked(Slotted(3.0)), hooked(Slotted(-2.0))),
     **{
         f"{where.__name__}: {type(one).__name__}": (where(one), where(other))
@@ -518,53 +495,36 @@ OTHERS: dict[str, tuple[Any, Any]] = {
 
 
 @pytest.mark.parametrize("name", OTHERS)
-def test_another_of_the_same_name_or_type_is_noticed(engine: PICEngine, name: str) -> None:
-    model = engine.model
-    before, behind = OTHERS[name]
-    for change in (before, behind):
+def test_another_of_the_same_name_or_type_is_noticed(name: str) -> None:
+    model = make_backbone()
+    seen, names = [identity_of(model)], {name_of(model)}
+    for change in OTHERS[name]:
         handle = change(model)
-        assert [asked(engine), asked(engine)] == ["compiled", "hit"]
+        seen.append(identity_of(model))
+        names.add(name_of(model))
+        assert identity_of(model) is seen[-1]
         if handle is not None:
             handle.remove()
+    assert len(names) == len(set(map(id, seen))) == 3
 
 
-def test_a_forward_that_its_class_is_given_is_noticed(engine: PICEngine, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_forward_that_its_class_is_given_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
     """Also where it is the second of one name."""
-    model = engine.model
-    engine.ask(QUESTION, [LAKE], max_new_tokens=1)
+    model = make_backbone()
+    names = {name_of(model)}
     for factor in (3.0, -2.0):
         monkeypatch.setattr(type(model.model.layers[0].mlp), "forward", defined(forward_of(factor)))
-        assert asked(engine) == "compiled"
-
-
-def test_an_edited_script_does_not_find_what_it_compiled_before(tmp_path: Path) -> None:
-    """A hook, what it calls and what that reads: the same text finds it on disk."""
-    script = """
-        FACTOR = {factor}
-
-        def helper(output):
-            return output * FACTOR if "b" in {{"a", "b", "c"}} else output
-
-        class Hook:
-            def __call__(self, module, args, output):
-                return helper(output)
-    """
-    for factor, state in ((3.0, "compiled"), (3.0, "hit"), (-2.0, "compiled")):
-        run: dict[str, Any] = {"__name__": "script"}
-        exec(textwrap.dedent(script).format(factor=factor), run)
-        model, store = make_backbone(), PICacheStore(disk_path=tmp_path)
-        model.model.layers[0].mlp.register_forward_hook(run["Hook"]())
-        assert states(ask(model, documents=[LAKE], store=store)) == [state], factor
-        store.flush()
+        names.add(name_of(model))
+    assert len(names) == 3
 
 
 def test_what_changes_inside_of_a_hook_can_be_said(engine: PICEngine) -> None:
     steerer = Steerer(3.0)
     engine.model.model.layers[0].mlp.register_forward_hook(steerer)
-    for scale, state in ((3.0, "compiled"), (-2.0, "compiled"), (3.0, "hit")):
+    for scale in (3.0, -2.0, 3.0):
         steerer.scale = scale
         engine.model_changed()
-        assert asked(engine) == state
+        assert [asked(engine), asked(engine)] == ["compiled", "hit"]
 
 
 LOOP: list[Any] = [1]
@@ -577,9 +537,12 @@ LOOP.append(LOOP)
     [threading.Lock(), LOOP, torch.tensor([1.0, 2.0]), np.arange(5000), iter([1])],
     ids=["lock", "list in itself", "tensor", "array", "iterator"],
 )
-def test_what_can_not_be_compared_or_copied_raises_nothing(engine: PICEngine, where: Any, value: Any) -> None:
-    where(value)(engine.model)
-    assert [asked(engine), asked(engine)] == ["compiled", "hit"]
+def test_what_can_not_be_compared_or_copied_raises_nothing(where: Any, value: Any) -> None:
+    model = make_backbone()
+    known = identity_of(model)
+    where(value)(model)
+    assert name_of(model)
+    assert known is not identity_of(model) is identity_of(model)
 
 
 def test_what_a_user_changes_while_an_answer_is_decoded_is_not_the_pass_s_own(engine: PICEngine) -> None:
@@ -611,23 +574,12 @@ def test_what_passes_write_is_forgotten_when_the_model_is_said_to_have_changed(e
 
 
 def test_what_nothing_is_computed_from_changes_nothing(engine: PICEngine) -> None:
-    model, captured = engine.model, []
-
-    def record(kept: list[Any], module: Any, args: Any, output: Any) -> None:
-        kept.append(output)
-
-    capture = lambda module, args, output: captured.append(output)  # noqa: E731
-    model.model.layers[0].register_forward_hook(capture).remove()
+    model = engine.model
+    model.model.layers[0].register_forward_hook(scaled).remove()
     assert asked(engine) == "compiled"
     model.gradient_checkpointing_enable()
     model.config.output_hidden_states, model.config.pad_token_id = True, 7
-    model.model.layers[0].register_forward_hook(functools.partial(record, []))
-    assert asked(engine) == "hit"
-    for state in ("compiled", "hit"):  # what it returns isn't told, but it is the same one
-        handle = model.model.layers[0].register_forward_hook(capture)
-        assert asked(engine) == state
-        handle.remove()
-    assert captured
+    assert [asked(engine), asked(engine)] == ["hit", "hit"]  # transformers has put its hooks around the layers
 
 
 def test_what_is_known_of_a_model_goes_with_it_and_with_its_weights() -> None:
