@@ -16,7 +16,7 @@ from torch import Tensor
 
 from comb import methods
 from comb.backbones.forward import decoder_of, empty_cache_of
-from comb.backbones.identity import exclusive
+from comb.backbones.identity import exclusive, identity_of, one_walk
 from comb.hybrid import packed, scans
 from comb.hybrid.caches import attention_layers, read_state, run
 from comb.hybrid.link import SequentialLinker
@@ -174,11 +174,10 @@ def passes(model: Any) -> Iterator[list[int]]:
     def count(module: Any, args: Any, kwargs: dict[str, Any]) -> None:
         seen.append(kwargs["input_ids"].shape[1])
 
-    handle = decoder_of(model).register_forward_pre_hook(count, with_kwargs=True)
-    try:
-        yield seen
-    finally:
-        handle.remove()
+    with one_walk():
+        identity_of(model)  # with the hook it is another
+        with decoder_of(model).register_forward_pre_hook(count, with_kwargs=True):
+            yield seen
 
 
 @pytest.mark.parametrize("name", MODELS)
@@ -283,9 +282,11 @@ def test_layers_are_as_before() -> None:
         raise RuntimeError("the lights went out")
 
     packed.link(picaches, QUERY)
-    handle = decoder_of(model).layers[2].register_forward_pre_hook(elsewhere)
-    with pytest.raises(RuntimeError, match="lights"):
-        packed.link(picaches, QUERY)
+    with one_walk():
+        identity_of(model)  # with the hook it is another
+        handle = decoder_of(model).layers[2].register_forward_pre_hook(elsewhere)
+        with pytest.raises(RuntimeError, match="lights"):
+            packed.link(picaches, QUERY)
     assert torch.equal(seen[0], plain)
     assert torch.equal(model(torch.tensor([A])).logits, plain)
     assert not any("forward" in vars(module) for module in model.modules())
