@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 import re
+import shutil
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -32,7 +33,11 @@ DRAW = random.Random(11)
 def server(plugin: None, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
     options = ["--method", METHOD, "--comb-segments", "auto", "--comb-segment-tokens", str(LEAST)]
     options += ["--max-model-len", "2048", "--max-num-batched-tokens", "2048"]
-    with serve(CHECKPOINT, tmp_path_factory.mktemp("s"), *options, pool="4MiB") as found:
+    # nano, with a template that shows more of what it is given
+    folder = Path(shutil.copytree(CHECKPOINT, tmp_path_factory.mktemp("m") / "nano"))
+    template = (CHECKPOINT / "chat_template.jinja").read_text()
+    (folder / "chat_template.jinja").write_text(template + "{% if mood is defined %}{{ mood }}{% endif %}")
+    with serve(folder, tmp_path_factory.mktemp("s"), *options, pool="4MiB") as found:
         yield found
 
 
@@ -177,6 +182,29 @@ def test_what_can_not_be_linked_is_plain(server: Served) -> None:
         assert "comb" not in ask(server, long, **more)
     assert "comb" not in ask(server, [{"role": "user", "content": "Hi"}])
     server.wait_until_idle()
+
+
+@pytest.mark.parametrize(
+    ("turns", "more"),
+    [
+        ([], {"chat_template_kwargs": {"mood": "calm"}}),
+        ([], {"chat_template_kwargs": {"mood": None}}),
+        ([], {"chat_template_kwargs": {"mood": "auto"}}),
+    ],
+)
+def test_a_prompt_is_vllms_own_whether_anything_in_it_is_linked(
+    server: Served, turns: list[Any], more: dict[str, Any]
+) -> None:
+    chunks = [passage(random.Random(seed), 24) for seed in (5, 6, 7)]
+    wait_for(lambda: "comb" in ask(server, messages(chunks)))
+    body = {"model": "nano", "messages": [*messages([chunks[at] for at in (2, 1, 0)]), *turns], "max_tokens": 1,
+            "return_token_ids": True, **more}  # fmt: skip
+    status, linked = server.request("POST", CHAT, body)
+    plain_status, plain = server.request("POST", CHAT, {**body, "comb": {"segments": "off"}})
+    assert status == plain_status, (linked, plain)
+    if status == 200:
+        assert "comb" in linked
+        assert linked["prompt_token_ids"] == plain["prompt_token_ids"]
 
 
 def test_the_agent_of_the_examples_has_hits(server: Served) -> None:

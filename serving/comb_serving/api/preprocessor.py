@@ -396,9 +396,8 @@ class Preprocessor:
 
     def _with_arguments(self, builder: PromptBuilder, arguments: Mapping[str, Any]) -> PromptBuilder:
         """The builder with a request's arguments before the server's own, put together as vLLM does."""
-        if usual := self.builder.chat_template_kwargs:
-            arguments = {**usual, **{k: v for k, v in arguments.items() if v is not None and v != "auto"}}
-        return replace(builder, chat_template_kwargs=arguments)
+        said = {name: value for name, value in arguments.items() if value is not None and value != "auto"}
+        return replace(builder, chat_template_kwargs={**self.builder.chat_template_kwargs, **said})
 
     def _built(
         self,
