@@ -53,6 +53,10 @@ MADE_UP = {
     "thoughts, and what isn't there": _loop(
         "<|{{ m.role }}|>{{ m.reasoning }}{{ m.reasoning_content }}{{ m.tools }}\n{{ m.content }}<|end|>"
     ),
+    "calls as they are": _loop(
+        "<|{{ m.role }}|>{{ m.content }}{% for call in m.tool_calls or [] %}{{ call.function | tojson }}{% endfor %}"
+        "<|end|>"
+    ),
     "parts or texts": _loop(
         "<|{{ m.role }}|>{% if m.content is string %}{{ m.content }}{% else %}{% for part in m.content %}"
         "{{ part.text | trim }}{% if not loop.last %} {% endif %}{% endfor %}{% endif %}<|end|>"

@@ -62,7 +62,7 @@ def by_vllm(tokenizer: Any, path: str, body: dict[str, Any], usual: Any = None) 
             request = AnthropicServingMessages.to_chat_completion_request(given, merge_inline_system=first)
         else:
             request = ChatCompletionRequest.model_validate(body)
-        messages = request.messages if path == MESSAGES else body["messages"]
+        messages = request.messages
         tools = [tool.model_dump() for tool in request.tools] if request.tools else None
     form = resolve_chat_template_content_format(tokenizer.chat_template, tools, "auto", tokenizer, model_config=CONFIG)
     found, _, _ = parse_chat_messages(messages, CONFIG, form)
@@ -146,7 +146,7 @@ async def test_a_chat_with_documents_is_vllms_chat_around_them(
     "name",
     [
         "plain", "parts or texts", "dates, tools, JSON, trimmed", "an empty text is no message",
-        "thoughts, and what isn't there",
+        "thoughts, and what isn't there", "calls as they are",
     ],
 )  # fmt: skip
 async def test_what_vllm_does_with_messages_is_done(name: str) -> None:

@@ -27,6 +27,11 @@ pytestmark = [pytest.mark.vllm, pytest.mark.slow]
 METHOD, LEAST, BLOCK = "legolink:4", 12, 32
 CLOSE = 1e-4
 DRAW = random.Random(11)
+CALL = {"id": "c", "type": "function", "function": {"name": "look", "arguments": '{"place": "hall"}'}}
+CALLED = [
+    {"role": "assistant", "content": "", "tool_calls": [CALL]},
+    {"role": "tool", "tool_call_id": "c", "content": "A"},
+]
 
 
 @pytest.fixture(scope="module")
@@ -36,7 +41,14 @@ def server(plugin: None, tmp_path_factory: pytest.TempPathFactory) -> Iterator[S
     # nano, with a template that shows more of what it is given
     folder = Path(shutil.copytree(CHECKPOINT, tmp_path_factory.mktemp("m") / "nano"))
     template = (CHECKPOINT / "chat_template.jinja").read_text()
-    (folder / "chat_template.jinja").write_text(template + "{% if mood is defined %}{{ mood }}{% endif %}")
+    (folder / "chat_template.jinja").write_text(
+        template.replace("{% else %}", "{% elif message.role == 'tool' %}{{ message.content }}{% else %}").replace(
+            "{{ message['content'] }}<|end|>",
+            "{{ message['content'] }}{% for call in message.tool_calls or [] %}{{ call.function | tojson }}{% endfor %}"
+            "<|end|>",
+        )
+        + "{% if mood is defined %}{{ mood }}{% endif %}"
+    )
     with serve(folder, tmp_path_factory.mktemp("s"), *options, pool="4MiB") as found:
         yield found
 
@@ -190,6 +202,7 @@ def test_what_can_not_be_linked_is_plain(server: Served) -> None:
         ([], {"chat_template_kwargs": {"mood": "calm"}}),
         ([], {"chat_template_kwargs": {"mood": None}}),
         ([], {"chat_template_kwargs": {"mood": "auto"}}),
+        (CALLED, {}),
     ],
 )
 def test_a_prompt_is_vllms_own_whether_anything_in_it_is_linked(

@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import re
 import secrets
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 from comb.documents.document import PromptBuilder
@@ -240,8 +240,11 @@ def _by_vllm(
                 given, merge_inline_system=first, disabled_thinking_effort=no_thinking
             )
         tools = None if request.tools is None else [tool.model_dump() for tool in request.tools]
-        # validation leaves iterators that can be read once in what came as lists
-        messages = body["messages"] if path == CHAT else request.messages
+        # validation, by which known fields come first, leaves iterators that can be read once in what came as lists
+        messages = [
+            {name: list(value) if isinstance(value, Iterator) else value for name, value in message.items()}
+            for message in request.messages
+        ]
     return list(messages), tools, request.build_chat_params(None, "auto").chat_template_kwargs
 
 
