@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -12,6 +13,7 @@ from hypothesis import strategies as st
 from comb_serving.linking.layout import LinkingLayout, check_spans, plan
 from comb_serving.linking.methods import LinkMethod
 from comb_serving.pool.capability import COMPILE, Capability, LinkReport, ReportReceiver, ReportSender, digest
+from tests.helpers.processes import wait_for
 
 SECRET = b"secret"
 
@@ -141,7 +143,7 @@ def test_a_capability_holds_method_and_places_and_is_good_for_its_prompt_alone()
         Capability("", "tenant", (2, 1, 5), (digest(prompt),)).check("x", "tenant", prompt)
 
 
-def test_reports_arrive_once_and_are_dropped_rather_than_waited_for(tmp_path: Path) -> None:
+def test_reports_arrive_once_and_all_of_a_burst(tmp_path: Path) -> None:
     sender = ReportSender(tmp_path)
     sender.send("lost", LinkReport(1, 2, 3))  # nobody listens yet
     receiver = ReportReceiver(tmp_path)
@@ -150,9 +152,15 @@ def test_reports_arrive_once_and_are_dropped_rather_than_waited_for(tmp_path: Pa
     assert receiver.take("b") == LinkReport(4, 5, 6)
     assert receiver.take("a") == LinkReport(1, 2, 3)
     assert receiver.take("a") is receiver.take("lost") is None
-    for number in range(10_000):  # more than a socket holds, and nobody reads
-        sender.send(str(number), LinkReport(0, 0, 0))
-    assert receiver.take("0") is not None
+    for number in range(10_000):
+        sender.send(str(number), LinkReport(number, 0, 0))
+    assert [receiver.take(str(number)) for number in range(10_000)] == [LinkReport(n, 0, 0) for n in range(10_000)]
+    # both at once
+    with ThreadPoolExecutor(1) as engine:
+        sent = engine.submit(lambda: [sender.send(str(number), LinkReport(number, 0, 0)) for number in range(3000)])
+        for number in range(3000):
+            assert wait_for(lambda name=str(number): receiver.take(name), step=0) == LinkReport(number, 0, 0)
+        sent.result()
     receiver.close()
     sender.send("late", LinkReport(1, 2, 3))
 

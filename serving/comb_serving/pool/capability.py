@@ -5,32 +5,36 @@ some of its ways lose what it was given. So documents, the prompt over them, the
 request are stated together, under the instance's secret. A salt that begins with `MARK` demands the statement that
 names it, and no statement is good under another salt: they come to the engine together, or the request fails.
 
-Reports go the other way, beside vLLM's own outputs, one datagram each: vLLM has no field for them that all of its
-routes and streams would show. The engine sends when it has admitted a request, before any token of the answer can be
-seen, so who writes the answer finds it in the socket. They are information only: when the front is gone, or slow,
-reports are dropped and nothing else happens.
+Reports go the other way, beside vLLM's own outputs, a line each in a file that whoever reads it empties, as no socket
+holds those of a burst: vLLM has no field for them that all of its routes and streams would show. The engine writes when
+it has admitted a request, before any token of the answer can be seen, so who writes the answer finds it there. They are
+information only: when the front is gone, nothing else happens.
 """
 
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import hashlib
 import hmac
 import json
-import socket
+import logging
+import os
 from array import array
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import astuple, dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
+
+logger = logging.getLogger(__name__)
 
 KEY = "comb_docs"  # in `SamplingParams.extra_args`; over HTTP in ``vllm_xargs``
 MARK = "comb-documents-"
 COMPILE = "compile"
 _DIGITS = 64
-SOCKET = "reports.sock"  # in the instance's folder
-_KEPT = 4096  # reports that nobody has asked for
+REPORTS = "reports"  # in the instance's folder
+_KEPT = 100_000  # reports that nobody has asked for: more than one batch has requests
 
 
 @dataclass(frozen=True)
@@ -158,39 +162,54 @@ def name_of(token: str) -> str:
     return hashlib.sha256(token.encode("utf-8", "surrogatepass")).hexdigest()[:32]
 
 
+@contextlib.contextmanager
+def _locked(file: BinaryIO) -> Iterator[BinaryIO]:
+    fcntl.flock(file, fcntl.LOCK_EX)
+    try:
+        yield file
+    finally:
+        fcntl.flock(file, fcntl.LOCK_UN)
+
+
 class ReportSender:
     """The engine's end."""
 
     def __init__(self, folder: Path) -> None:
-        self._path = str(folder / SOCKET)
-        self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)
-        self._socket.setblocking(False)
+        self._file = (folder / REPORTS).open("ab", buffering=0)
 
     def send(self, name: str, report: LinkReport) -> None:
-        """Never waits and never fails."""
-        with contextlib.suppress(OSError):
-            self._socket.sendto(json.dumps([name, *astuple(report)]).encode(), self._path)
+        """Never fails, and waits at most until the front has read what was sent before."""
+        line = json.dumps([name, *astuple(report)]).encode() + b"\n"
+        try:
+            with _locked(self._file) as file:
+                size = file.seek(0, os.SEEK_END)
+                if file.write(line) < len(line):  # half a line would spoil the next
+                    file.truncate(size)
+                    raise OSError(f"there is no room in {file.name}")
+        except OSError as error:
+            logger.warning("what was linked for a request can't be said: %s", error)
 
 
 class ReportReceiver:
     """The front's end; made before the engine has requests."""
 
     def __init__(self, folder: Path) -> None:
-        self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)
-        self._socket.setblocking(False)
-        self._socket.bind(str(folder / SOCKET))
+        self._file = (folder / REPORTS).open("a+b", buffering=0)
+        self._file.truncate(0)
         self._found: OrderedDict[str, LinkReport] = OrderedDict()
 
     def take(self, name: str) -> LinkReport | None:
         """The newest report of a request; None if there is none."""
-        with contextlib.suppress(BlockingIOError):
-            while True:
-                found, *numbers = json.loads(self._socket.recv(1024))
-                self._found[found] = LinkReport(*numbers)
-                while len(self._found) > _KEPT:
-                    self._found.popitem(last=False)
+        with _locked(self._file) as file:
+            file.seek(0)
+            if lines := file.read().splitlines():
+                file.truncate(0)
+        for found, *numbers in map(json.loads, lines):
+            self._found[found] = LinkReport(*numbers)
+        while len(self._found) > _KEPT:
+            self._found.popitem(last=False)
         return self._found.pop(name, None)
 
     def close(self) -> None:
-        """Closes the socket; its file goes with the instance's folder."""
-        self._socket.close()
+        """Closes the file, which goes with the instance's folder."""
+        self._file.close()
