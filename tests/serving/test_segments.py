@@ -27,6 +27,7 @@ pytestmark = [pytest.mark.vllm, pytest.mark.slow]
 METHOD, LEAST, BLOCK = "legolink:4", 12, 32
 CLOSE = 1e-4
 DRAW = random.Random(11)
+USER = {"role": "user", "content": "So?"}
 CALL = {"id": "c", "type": "function", "function": {"name": "look", "arguments": '{"place": "hall"}'}}
 CALLED = [
     {"role": "assistant", "content": "", "tool_calls": [CALL]},
@@ -203,6 +204,16 @@ def test_what_can_not_be_linked_is_plain(server: Served) -> None:
         ([], {"chat_template_kwargs": {"mood": None}}),
         ([], {"chat_template_kwargs": {"mood": "auto"}}),
         (CALLED, {}),
+        ([{"role": "user", "content": ["hi", "there"]}], {}),
+        ([{"role": "user", "content": [{"type": "input_text", "text": "hi"}]}], {}),
+        ([{"role": "user", "content": [{"type": "output_text", "text": "hi"}]}], {}),
+        ([{"role": "user", "content": [{"type": "thinking", "thinking": "hi"}]}], {}),
+        ([{"role": "user", "content": [{"type": "refusal", "refusal": "hi"}]}], {}),
+        ([{"role": "user", "content": [{"type": "text", "text": "hi"}]}], {}),
+        ([{"role": "assistant", "content": [{"type": "thinking", "thinking": "hi"}]}, USER], {}),
+        ([{"role": "assistant", "content": [{"type": "refusal", "refusal": "hi"}]}, USER], {}),
+        ([{"role": "assistant", "content": ["hi"]}, USER], {}),
+        ([{"role": "assistant", "content": [{"type": "thinking", "thinking": "hi", "closed": True}]}, USER], {}),
     ],
 )
 def test_a_prompt_is_vllms_own_whether_anything_in_it_is_linked(

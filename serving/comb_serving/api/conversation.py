@@ -20,6 +20,7 @@ from comb_serving.api.routes import CHAT, MESSAGES, RESPONSES
 FIELD = {CHAT: "messages", RESPONSES: "input", MESSAGES: "messages"}  # where each has its turns
 # the kinds of parts that are texts to vLLM, and the field of each that has it
 _TEXTS = {**dict.fromkeys(("text", "input_text", "output_text"), "text"), "refusal": "refusal", "thinking": "thinking"}
+_CHAT_TEXTS = ("text", "refusal", "thinking")  # those of chats
 _PART_FIELDS = {"type", *_TEXTS.values(), "annotations", "logprobs"}
 _BILLING = "x-anthropic-billing-header"  # begins a line of one client's that changes with every request
 _FUNCTIONS = ("function", "custom", "namespace")  # tools that the client runs
@@ -55,6 +56,12 @@ def parts_of(content: Any) -> Any:
             part = {"type": "text", "text": part[name]}
         parts.append(part)
     return parts
+
+
+def has_other_parts(path: str, body: Mapping[str, Any]) -> bool:
+    """Whether a chat has parts that chats don't have: vLLM sees that where it renders it, and not beside token ids."""
+    contents = [turn.get("content") for turn in turns(path, body)] if path == CHAT else []
+    return any(_kind(part) not in _CHAT_TEXTS for parts in contents if isinstance(parts, list) for part in parts)
 
 
 # ---- documents in messages ----

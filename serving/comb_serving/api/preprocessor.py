@@ -226,6 +226,9 @@ class Preprocessor:
         finder, room = self.sightings.finder, self.max_tokens
         assert finder is not None
 
+        if conversation.has_other_parts(path, plain.body):
+            return plain
+
         def cut(builder: PromptBuilder, gone: Gone) -> tuple[PreprocessedRequest, list[Range]]:
             built = self.rendered(path, plain, builder, gone)
             return built, finder.find(built.prompts[0], whose) if len(built.prompts) == 1 else []
