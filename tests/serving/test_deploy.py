@@ -48,7 +48,7 @@ async def shown_by(server: Server) -> set[str]:
     preprocessor = server.app.front().preprocessor
     assert (await server.chat("alice")).status == 200
     preprocessor.counters.count_audit("naive", 3, 4)
-    preprocessor.counters.count_found(3, linked=True)
+    preprocessor.counters.count_new(3)
     preprocessor.counters.count_prompt("naive", LinkReport(1, 2, 3))
     registry = CollectorRegistry()
     encoders: Any = SimpleNamespace(waiting=0, restarts=0, kept_bytes={})

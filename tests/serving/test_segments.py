@@ -72,6 +72,14 @@ def ask(server: Served, asked: Any, key: str = "alice", **more: Any) -> Any:
     return answer
 
 
+def found_segments(server: Served) -> dict[str, int]:
+    """Of all prompts so far, by what was done with them."""
+    series = re.findall(
+        r'^comb:found_total{of="segments",state="(\w+)"} (\d+)', server.request("GET", "/metrics")[1], re.M
+    )
+    return {"cached": 0, **{state: int(count) for state, count in series}}
+
+
 def compiled(server: Served, count: float) -> None:
     """Waits for what is compiled when nobody waits for an answer."""
     wait_for(lambda: server.metric("pool_documents") >= count and server.metric("requests_waiting") == 0)
@@ -101,6 +109,7 @@ def test_the_third_sight_links_what_stands_elsewhere_as_the_library_does(server:
     assert answer["usage"]["prompt_tokens"] == len(library.chat(third).flat)
     details = answer["usage"]["prompt_tokens_details"]
     assert details["cached_tokens"] == report["prefix_tokens"] + report["linked_tokens"]  # recomputed ones aren't
+    assert found_segments(server) == {"cached": 0, "linked": 4, "new": 8}
     found = logprobs((200, answer))
     assert found == pytest.approx(library.logs(prompt, METHOD, 8), abs=CLOSE)
     assert found != pytest.approx(library.logs(prompt, "full", 8), abs=1e-3)
@@ -121,12 +130,18 @@ def test_what_the_prefix_cache_has_goes_first_and_stays_exact(server: Served, li
     # the first order again, with another question: its blocks are there, computed exactly
     asked = messages(chunks, "Who has the red ball, Ada or Bob or nobody at all?")
     wait_for(lambda: "comb" in ask(server, messages([chunks[2], chunks[1], chunks[0]])))
+    before = found_segments(server)
     answer = ask(server, asked)
     ids = library.chat(asked).flat
     first = library.chat(messages(chunks)).flat
     common = next(at for at, pair in enumerate(zip(ids, first, strict=False)) if pair[0] != pair[1])
     assert answer["usage"]["prompt_tokens_details"]["cached_tokens"] >= common // BLOCK * BLOCK
     assert answer["comb"]["linked_tokens"] == 0  # its segments are in the pool
+    assert found_segments(server) == {
+        **before,
+        "cached": before["cached"] + 3,
+        "new": before["new"] + 1,
+    }  # the question
     assert logprobs((200, answer)) == pytest.approx(library.logs(library.chat(asked), "full", 8), abs=CLOSE)
     server.wait_until_idle()
 

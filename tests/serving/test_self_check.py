@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from comb_serving.api.preprocessor import PreprocessedRequest
-from comb_serving.api.routes import CHAT, COMPLETIONS
+from comb_serving.api.routes import CHAT
 from comb_serving.api.self_check import Audit, check_start
 from comb_serving.linking.layout import LinkingLayout
 from comb_serving.linking.methods import LinkMethod
@@ -136,6 +136,7 @@ async def test_a_small_pool_and_short_prompts_are_enough(told: Any) -> None:
     await check(server, Engine(sender=told[1]), "", told[0])
 
 
+LINK = LinkReport(0, 4, 3)
 LINKED, FULL = [1, 2, 3, 4], [1, 2, 5, 4, 6]
 
 
@@ -171,8 +172,8 @@ async def ended(audit: Audit) -> None:
 async def test_words_are_compared_up_to_where_they_part() -> None:
     server, engine = Server(method="legolink:4"), AuditedEngine()
     audit = Audit(0.5, server.app.front().preprocessor, SECRET, draw=lambda: 0.4)
-    audit.consider(await prepared(server), "", engine)
-    audit.consider(await prepared(server), "", engine)  # one at a time
+    audit.consider(await prepared(server), LINK, "", engine)
+    audit.consider(await prepared(server), LINK, "", engine)  # one at a time
     engine.gate.set()
     await ended(audit)
     assert server.manager.counters.audits == {("legolink:4", "same"): 2, ("legolink:4", "parted"): 3}
@@ -180,7 +181,7 @@ async def test_words_are_compared_up_to_where_they_part() -> None:
     assert engine.salts[1] is not None
     await server.chat()
     await prepared(server)
-    audit.consider(await prepared(server), "", engine)
+    audit.consider(await prepared(server), LINK, "", engine)
     await ended(audit)
     assert server.manager.counters.documents["hit"] == 2  # the client's
     server.check_idle()
@@ -191,14 +192,13 @@ async def test_others_are_left_alone() -> None:
     engine.gate.set()
     seldom = Audit(0.5, server.app.front().preprocessor, SECRET, draw=lambda: 0.6)
     audit = Audit(1.0, server.app.front().preprocessor, SECRET)
-    for asked, request in (
-        (seldom, await prepared(server)),
-        (audit, await prepared(server, comb={"method": "full"})),
-        (audit, await prepared(server, documents=[])),
-        (audit, await prepared(server, COMPLETIONS, prompt=["a", "b"])),
-        (audit, await prepared(server)),  # the engine fails
+    for asked, link in (
+        (seldom, LINK),
+        (audit, None),  # nobody knows: several prompts, or none with documents
+        (audit, LinkReport(7, 0, 2)),  # the prefix cache had all of it
+        (audit, LINK),  # the engine fails
     ):
-        asked.consider(request, "", engine)
+        asked.consider(await prepared(server), link, "", engine)
         await ended(asked)
     assert not server.manager.counters.audits
     assert len(engine.salts) == 1

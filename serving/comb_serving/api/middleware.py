@@ -275,6 +275,8 @@ class CombMiddleware:
             entry.link = front.reports.take(name_of(token))
             if entry.link is not None:
                 preprocessor.counters.count_prompt(prepared.method.name, entry.link)
+                if prepared.unlinked is not None:
+                    preprocessor.counters.count_found(prepared.spans[0], entry.link)
 
         def comb() -> dict[str, Any]:
             note_link()
@@ -318,7 +320,7 @@ class CombMiddleware:
         finally:
             note_link()
             if front.audit is not None:
-                front.audit.consider(prepared, entry.tenant, engine)
+                front.audit.consider(prepared, entry.link, entry.tenant, engine)
             if lease is not None:
                 stops = bool(asked.get("stop") or asked.get("stop_sequences"))  # by a text: the engine is told
                 in_engine = writer is not None and (connection.left or not writer.finished or stops)

@@ -260,8 +260,8 @@ class Preprocessor:
         lease = self.manager.hold(documents)
         there = {document.key for document in lease.documents}
         for document in documents:
-            self.counters.count_found(len(document.token_ids), linked=document.key in there)
             if document.key not in there:
+                self.counters.count_new(len(document.token_ids))
                 self.sightings.note(document)
         if not there:
             return request.plain, None

@@ -28,7 +28,7 @@ from comb_serving.encoding.compiler import greedy
 from comb_serving.linking.layout import LinkingLayout
 from comb_serving.linking.methods import LinkMethod
 from comb_serving.manager.manager import NO_PLACE
-from comb_serving.pool.capability import KEY, MARK, ReportReceiver, name_of
+from comb_serving.pool.capability import KEY, MARK, LinkReport, ReportReceiver, name_of
 
 logger = logging.getLogger(__name__)
 
@@ -184,10 +184,10 @@ class Audit:
         self.share, self._preprocessor, self._secret, self._draw = share, preprocessor, secret, draw
         self._running: asyncio.Task[None] | None = None
 
-    def consider(self, request: PreprocessedRequest, tenant: str, engine: Any) -> None:
-        """Asks a request again, if it is one of the share; returns at once."""
+    def consider(self, request: PreprocessedRequest, link: LinkReport | None, tenant: str, engine: Any) -> None:
+        """Asks one of the share again, if the engine has linked anything for it; returns at once."""
         busy = self._running is not None and not self._running.done()
-        if engine is None or busy or not request.linked or len(request.prompts) != 1 or self._draw() >= self.share:
+        if engine is None or busy or link is None or not link.linked_tokens or self._draw() >= self.share:
             return
         self._running = asyncio.create_task(self._compare(request, tenant, engine))
 

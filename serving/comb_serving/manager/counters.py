@@ -52,11 +52,17 @@ class Counters:
         default_factory=Counter
     )  # segments that nobody has marked, and their tokens
 
-    def count_found(self, tokens: int, *, linked: bool) -> None:
-        """One found segment of a prompt."""
-        state = "linked" if linked else "new"
-        self.found["segments", state] += 1
-        self.found["tokens", state] += tokens
+    def count_new(self, tokens: int) -> None:
+        """One found segment of a prompt that isn't in the pool."""
+        self.found["segments", "new"] += 1
+        self.found["tokens", "new"] += tokens
+
+    def count_found(self, spans: Iterable[tuple[int, int]], link: LinkReport) -> None:
+        """The others of a prompt, by what the engine has said: the prefix cache goes first."""
+        for start, tokens in spans:
+            state = "linked" if link.linked_tokens and start + tokens > link.prefix_tokens else "cached"
+            self.found["segments", state] += 1
+            self.found["tokens", state] += tokens
 
     def count_hits(self, documents: Iterable[LeasedDocument]) -> None:
         """The documents of one request, each once, that were in the pool or on their way there."""
