@@ -233,6 +233,10 @@ async def test_what_the_engine_says_is_in_the_answer_the_log_and_the_metrics(
     counted = server.manager.counters.prompt_tokens
     assert counted == {(METHOD, "prefix"): 3, (METHOD, "linked"): 20, (METHOD, "computed"): 11}
     assert server.sample("prompt_tokens_total", method=METHOD, origin="computed") == 11
+    for number in range(20, 25):  # no client makes new series
+        await server.chat(comb={"method": f"legolink:{number},front=none"})
+    assert {method for method, _ in counted} == {METHOD, "legolink"}
+    assert counted["legolink", "linked"] == 100
     assert server.sample("documents_total", state="compiled") == server.sample("compile_seconds_count") == 2
     assert server.sample("method", method=METHOD) == 1
     assert server.sample("encoder_enabled") is server.sample("encode_seconds_count") is None

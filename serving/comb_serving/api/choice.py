@@ -6,6 +6,7 @@ A server has either an adapter, whose encoder is on or off, or a plain model, wh
 from __future__ import annotations
 
 import logging
+import re
 from typing import Any
 
 from comb_serving.api.http import RequestError
@@ -28,11 +29,16 @@ class MethodChoice:
         if options.method is not None:
             self.started = LinkMethod.parse(options.method)
         self.current = self.started
+        self._chosen = {self.started.name}  # by who runs the server
         self.segments = options.segments
 
     def about(self, method: LinkMethod) -> dict[str, Any]:
         """A method as answers and logs say it: ``{"encoder": true}`` or ``{"method": "legolink:16"}``."""
         return {"method": method.name} if self.plain else {"encoder": not method.full}
+
+    def label(self, method: LinkMethod) -> str:
+        """A method as metrics say it: one that clients alone have chosen without its numbers, which have no end."""
+        return method.name if method.name in self._chosen else re.split("[:,]", method.name)[0]
 
     def of_request(self, asked: Any) -> tuple[LinkMethod, bool]:
         """The method of a request with this `comb`, and whether segments are looked for in it.
@@ -58,6 +64,7 @@ class MethodChoice:
         if self.current != wanted:
             logger.warning("switched to %s", self.about(wanted))
         self.current = wanted
+        self._chosen.add(wanted.name)
 
     def _read(self, asked: dict[str, Any], param: str) -> LinkMethod:
         """What a body asks for. Raises RequestError (400) for what such a server doesn't have."""

@@ -274,7 +274,7 @@ class CombMiddleware:
                 return
             entry.link = front.reports.take(name_of(token))
             if entry.link is not None:
-                preprocessor.counters.count_prompt(prepared.method.name, entry.link)
+                preprocessor.counters.count_prompt(preprocessor.choice.label(prepared.method), entry.link)
                 if prepared.unlinked is not None:
                     preprocessor.counters.count_found(prepared.spans[0], entry.link)
 

@@ -219,4 +219,5 @@ class Audit:
         finally:
             lease.release()
         same = sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(*answers, strict=False)))
-        self._preprocessor.counters.count_audit(request.method.name, same, max(map(len, answers)))
+        label = self._preprocessor.choice.label(request.method)
+        self._preprocessor.counters.count_audit(label, same, max(map(len, answers)))
