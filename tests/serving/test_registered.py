@@ -23,6 +23,8 @@ from comb.documents.document import PromptBuilder
 from comb_serving.api import registered
 from comb_serving.api.routes import CHAT, DOCUMENTS, SWITCH, tenant_of
 from comb_serving.config.serve_options import key_hash
+from comb_serving.encoding import compiler
+from comb_serving.encoding.compiler import Loras
 from comb_serving.manager.manager import PICManager
 from tests.helpers import middleware_server
 from tests.helpers.fakes import IDENTITY, Client, until
@@ -295,6 +297,27 @@ async def test_what_is_deleted_stays_deleted(tmp_path: Path, monkeypatch: pytest
     second = await started(tmp_path)
     assert await names(second.client("alice")) == []
     assert await names(second.client("bob")) == ["a"]
+
+
+async def test_copies_with_loras_go_when_their_document_goes_after_a_restart_too(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    at(monkeypatch, 1000)
+    monkeypatch.setattr(compiler, "_digest", lambda lora: lora.digest)
+    first = await started(tmp_path)
+    assert [await add(first, "a"), await add(first, "b", ttl_s=50)] == [200] * 2
+    segments = first.app.front().preprocessor.registered.of("").find(["a", "b"])
+    loras, forgotten = Loras({name: SimpleNamespace(digest=name) for name in ("warm", "dry")}), list[str]()
+    a, b = [{segment.key, *(copy.key for copy in await loras.copies(segment))} for segment in segments]
+    assert len(a) == 3
+    monkeypatch.setattr(PICManager, "remove", lambda _, key: bool(forgotten.append(key)))
+    at(monkeypatch, 1060)
+    second = Server(disk_path=str(tmp_path))
+    second.app.front().preprocessor.loras = loras
+    await second.app.front().check(None)
+    assert set(forgotten) == b
+    assert (await second.send("DELETE", f"{DOCUMENTS}/a")).status == 200
+    assert set(forgotten) == a | b
 
 
 async def test_pins_stay_within_a_share_that_has_become_smaller(

@@ -18,6 +18,7 @@ from comb.documents.catalog import CatalogStore, DocumentCatalog, KeyedSegment, 
 from comb.files import private_folder, write_whole
 from comb_serving.api.http import RequestError
 from comb_serving.api.routes import DOCUMENTS
+from comb_serving.encoding.compiler import Loras
 
 logger = logging.getLogger(__name__)
 
@@ -121,8 +122,8 @@ class RegisteredDocuments:
                 # tried again at its next use
                 logger.info("document %s is not pinned: %s", segment.key[:12], error)
 
-    async def restore(self, keys: Keys) -> None:
-        """Takes what was registered before a restart, with the `keys` of the weights that are here now.
+    async def restore(self, keys: Keys, loras: Loras) -> None:
+        """Takes what was registered before a restart, with the `keys` of the weights that are here now, and `loras`.
 
         What can't be is deleted, and said in the log, and so is what ended meanwhile, with its keys and values. Pins
         come back when documents are used. From now on documents end in their time.
@@ -136,12 +137,15 @@ class RegisteredDocuments:
             try:
                 tenant, name, ids, pin, end = await asyncio.to_thread(self._read, path)
                 (key,) = await keys([ids], tenant)
+                segment = KeyedSegment(name, ids, key)
+                copies = await loras.copies(segment)  # of which any may be on disk: they go with it
                 over = end is not None and end <= time.time()
-                (ended if over else alive).add(key)
+                (ended if over else alive).update(each.key for each in (segment, *copies))
                 if not over:
                     left = None if end is None else end - time.time()
                     catalog = self._catalogs.setdefault(tenant, DocumentCatalog(self._store))
-                    catalog.add([KeyedSegment(name, ids, key)], pin=pin, ttl=left)
+                    catalog.add([segment], pin=pin, ttl=left)
+                    catalog.beside(copies)
                 if end is not None:
                     self._ends[path] = end
             except OSError as error:

@@ -8,6 +8,7 @@ LoRAs a document has other keys and values, and another name.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import hashlib
 import logging
 import queue
@@ -64,6 +65,14 @@ class Loras:
             digest = await asyncio.to_thread(_digest, request)
             self._digests[name] = request, digest
         return tuple(replace(segment, key=key_computed(segment.key, digest)) for segment in segments)
+
+    async def copies(self, segment: KeyedSegment) -> list[KeyedSegment]:
+        """A document as each LoRA that is served would have it; those whose files can't be read answer nothing."""
+        found: list[KeyedSegment] = []
+        for name in self.known:
+            with contextlib.suppress(ValueError):
+                found += await self.compiled_with(name, [segment])
+        return found
 
 
 def key_computed(key: str, how: str) -> str:
