@@ -114,6 +114,9 @@ def test_a_plain_model_brings_its_arguments_and_keeps_its_name(tmp_path: Path, m
         with pytest.raises(ValueError, match="comb serve doesn't take --"):
             read_flags([f"--{name}", "x"], {}, plain=True)
         assert read_flags([f"--{name}", "x"], {})
+    with pytest.raises(ValueError, match="comb serve doesn't take --kv-offloading-size: vLLM's connector"):
+        read_flags(["--kv_offloading_size=4"], {}, plain=True, engine=engine)
+    assert read_flags(["--kv-offloading-size", "4"], {}, plain=True)  # nothing is linked
     with pytest.raises(ValueError, match="comb serve doesn't take --enable-prefix-caching: linking documents"):
         read_flags(["--enable-prefix-caching"], {}, plain=True, engine={"enable_prefix_caching": False})
 

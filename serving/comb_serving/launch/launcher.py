@@ -105,6 +105,8 @@ def read_flags(
     for name, short in _ONLY_ONE.items():
         parser.add_argument(f"--{name}", short, type=int, default=1)
     ours = {name.replace("_", "-"): "linking documents needs its own" for name in engine}
+    if "kv-transfer-config" in ours:
+        ours["kv-offloading-size"] = "vLLM's connector for it would stand in place of comb's"
     refused = {**_REFUSED, **ours, **(_REFUSED_PLAIN if plain else {})}
     for name in refused:
         parser.add_argument(f"--{name}", nargs="?", const=True, default=None)
