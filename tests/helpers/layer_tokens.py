@@ -1,4 +1,4 @@
-"""Counts what really passes through a model's layers, by hooks on them."""
+"""Counts what really passes through a model's layers."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from contextlib import contextmanager
 from typing import Any
 
 from torch import Tensor, nn
+from torch.nn.modules.module import register_module_forward_hook
 
 from comb.backbones.forward import decoder_of
 
@@ -30,16 +31,13 @@ def layer_tokens(model: Any) -> Iterator[LayerTokens]:
     layers = max((m for m in decoder_of(model).children() if isinstance(m, nn.ModuleList)), key=len)
     count = LayerTokens(layers)
 
-    def note(number: int) -> Any:
-        def hook(module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
+    numbers = {layer: number for number, layer in enumerate(layers)}
+
+    def note(module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
+        if module in numbers:
             hidden = next(each for each in (*args, *kwargs.values()) if isinstance(each, Tensor) and each.ndim == 3)
-            count.counts[number] += hidden.shape[0] * hidden.shape[1]
+            count.counts[numbers[module]] += hidden.shape[0] * hidden.shape[1]
 
-        return hook
-
-    handles = [layer.register_forward_hook(note(n), with_kwargs=True) for n, layer in enumerate(layers)]
-    try:
+    # of all modules, as a model with hooks of its own is another
+    with register_module_forward_hook(note, with_kwargs=True):
         yield count
-    finally:
-        for handle in handles:
-            handle.remove()
