@@ -33,6 +33,7 @@ DRAIN = 2.0
 @pytest.fixture(scope="module")
 def plain(plugin: None, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
     options = ["--method", METHOD, "--audit", "0.2", "--comb-drain-seconds", str(DRAIN)]
+    options += ["--max-num-seqs", "64"]
     with serve(CHECKPOINT, tmp_path_factory.mktemp("p"), *options, pool="512KiB") as server:
         yield server
 
@@ -271,6 +272,15 @@ def test_eight_clients_of_two_tenants_get_no_wrong_answer(plain: Served, library
     assert set(methods) == set(METHODS)
     assert plain.metric("comb:evictions_total") > 0
     assert plain.metric("comb:audit_tokens_total") > 0
+    plain.wait_until_idle()
+
+
+def test_what_was_linked_is_said_of_every_request_of_a_burst(plain: Served) -> None:
+    chat(plain)  # so that nothing is compiled meanwhile
+    with ThreadPoolExecutor(40) as pool:
+        found = list(pool.map(lambda seed: chat(plain, seed=seed), range(40)))
+    assert [status for status, _ in found] == [200] * 40
+    assert [body for _, body in found if "linked_tokens" not in body["comb"]] == []
     plain.wait_until_idle()
 
 
