@@ -81,7 +81,7 @@ def options(**changed: Any) -> Any:
         cache_config=part(kv_offloading_size=None, kv_offloading_backend="native"),
         kv_transfer_config=None if connector is None else SimpleNamespace(kv_connector=connector),
         model_config=part(
-            logits_processors=None, enable_sleep_mode=False, enable_cumem_allocator=False, enforce_eager=False,
+            enable_sleep_mode=False, enable_cumem_allocator=False, enforce_eager=False,
             hf_config=SimpleNamespace(model_type=changed.pop("model_type", "llama")),
         ),
         compilation_config=part(splitting_ops=None, pass_config=SimpleNamespace(fuse_attn_quant=fuse)),
@@ -93,11 +93,10 @@ def test_what_an_instance_is_set_up_with(monkeypatch: pytest.MonkeyPatch) -> Non
     from comb_serving.vllm import OP
     from comb_serving.vllm.setup import SCHEDULER, current_platform, set_up
 
-    v1, v2 = options(logits_processors=["mine:Mine"]), options(use_v2_model_runner=True)
+    v1, v2 = options(), options(use_v2_model_runner=True)
     for given in (v1, v2, v1):
         set_up(given)
     assert v1.parallel_config.worker_cls == "comb_serving.vllm.cpu_worker.CombCPUWorker"
-    assert v1.model_config.logits_processors == ["mine:Mine", "comb_serving.vllm.admission:DocumentCheckV1"]
     assert v2.parallel_config.worker_cls == "auto"  # on a CPU
     for v2_runner, worker in ((False, "CombGPUWorker"), (True, "CombGPUWorkerV2")):
         on_gpu = options(use_v2_model_runner=v2_runner)
@@ -108,7 +107,6 @@ def test_what_an_instance_is_set_up_with(monkeypatch: pytest.MonkeyPatch) -> Non
         assert on_gpu.parallel_config.worker_cls == f"comb_serving.vllm.gpu_worker.{worker}"
         assert locate(on_gpu.parallel_config.worker_cls) is not None
     assert v1.scheduler_config.scheduler_cls == v2.scheduler_config.scheduler_cls == SCHEDULER
-    assert v2.model_config.logits_processors == ["comb_serving.vllm.admission:DocumentCheckV2"]
     refused = {
         "pipeline_parallel_size 1, not 2": {"pipeline_parallel_size": 2},
         "data_parallel_size 1, not 2": {"data_parallel_size": 2},

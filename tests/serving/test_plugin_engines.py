@@ -44,6 +44,12 @@ def test_two_ranks_answer_as_the_library_does(nano_comb: Any, monkeypatch: pytes
         answers_of_the_library(found, 1e-3)
 
 
+def test_places_that_the_pool_has_not_end_the_engine(nano_comb: Any) -> None:
+    """Signed ones, which only the front can write: an error, and never an answer."""
+    with served(*nano_comb) as found, pytest.raises(ValueError, match="but the pool has"):
+        found.ask([(PROMPTS[0], "A")], documents=(3, 1, 10**6))
+
+
 def test_documents_and_lora_in_one_batch(nano_comb: Any, tmp_path: Path) -> None:
     from vllm.lora.request import LoRARequest
 

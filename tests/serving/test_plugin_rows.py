@@ -134,28 +134,6 @@ def test_ranks_divide_the_pool() -> None:
 
 
 @pytest.mark.vllm
-def test_documents_without_a_pool_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    pytest.importorskip("vllm")
-    from comb_serving.vllm.admission import check_arguments
-
-    monkeypatch.delenv("COMB_INSTANCE_DIR", raising=False)
-    check_arguments(None)
-    check_arguments({"another": 1})
-    with pytest.raises(ValueError, match="keeps no documents"):
-        check_arguments({KEY: token(A)})
-    monkeypatch.setenv("COMB_INSTANCE_DIR", str(tmp_path))
-    with pytest.raises(ValueError, match="no instance's folder"):
-        check_arguments({KEY: token(A)})
-    (tmp_path / "secret").write_bytes(SECRET)
-    with pytest.raises(ValueError, match="keeps no documents"):
-        check_arguments({KEY: token(A)})
-    SharedPool.create(tmp_path / "pool-0", PoolLayout(1, 1, 2, num_blocks=4, block_size=4))
-    check_arguments({KEY: token(A, B)})
-    with pytest.raises(ValueError, match="the pool has 4"):
-        check_arguments({KEY: token(PoolHandle(1, (4,)))})
-
-
-@pytest.mark.vllm
 def test_the_v2_model_state_sets_the_step(documents: RequestDocuments, monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("vllm")
     from vllm.config import CUDAGraphMode

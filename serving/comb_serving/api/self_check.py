@@ -1,12 +1,12 @@
 """Whether documents do to an answer what they have to, asked of the engine itself: at start, and of some requests.
 
-At start made-up documents go the way that requests take: who compiles, pool, admission, scheduler, worker, and graphs
-for prompts and for single tokens. An adapter's document must change what the engine says. In a plain model two
-documents are linked where that can change nothing. The first is at position zero, where its keys and values are exact,
-and the second is computed again whole; so the answer is plain vLLM's, although the first comes from the pool and the
-second is a seam. Then both come from the pool: that something does at all, the engine itself has to say. Where states
-are linked, the first document's interior comes from the pool, and the second is no longer than its seams. What was
-compiled behind tokens stands behind them here, which makes the first one exact; seams are as long as the second.
+At start made-up documents go the way that requests take: who compiles, pool, scheduler, worker, and graphs for prompts
+and for single tokens. An adapter's document must change what the engine says. In a plain model two documents are linked
+where that can change nothing. The first is at position zero, where its keys and values are exact, and the second is
+computed again whole; so the answer is plain vLLM's, although the first comes from the pool and the second is a seam.
+Then both come from the pool: that something does at all, the engine itself has to say. Where states are linked, the
+first document's interior comes from the pool, and the second is no longer than its seams. What was compiled behind
+tokens stands behind them here, which makes the first one exact; seams are as long as the second.
 """
 
 from __future__ import annotations

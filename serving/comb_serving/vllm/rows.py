@@ -85,7 +85,7 @@ class RequestDocuments:
             prompt: its token ids.
 
         Raises:
-            ValueError: for what `admission` and `scheduler` would have refused.
+            ValueError: for what front and `scheduler` would have refused.
         """
         if token is None:
             self.remove(request_id)

@@ -12,7 +12,6 @@ from comb_serving.vllm.fixed_weights import check_no_transfer
 
 # connectors that find caches by block hashes, to which the salt of documents belongs; others go by token ids
 SALTED_CONNECTORS = ("OffloadingConnector", "SimpleCPUOffloadConnector")
-CHECKS = {False: "comb_serving.vllm.admission:DocumentCheckV1", True: "comb_serving.vllm.admission:DocumentCheckV2"}
 SCHEDULER = "comb_serving.vllm.scheduler.make_scheduler"
 WORKER = "comb_serving.vllm.gpu_worker.CombGPUWorker"
 WORKER_V2 = "comb_serving.vllm.gpu_worker.CombGPUWorkerV2"
@@ -38,7 +37,7 @@ def config_hook(backbone: type[VerifyAndUpdateConfig] | None) -> type[VerifyAndU
 
 
 def set_up(vllm_config: Any) -> None:
-    """Names the worker, and the two checks that requests pass: at the door, and in the engine.
+    """Names the worker, and the scheduler, which checks requests.
 
     Raises:
         ValueError: for features that documents don't work with.
@@ -80,9 +79,6 @@ def set_up(vllm_config: Any) -> None:
                 "comb checkpoints are served without fuse_attn_quant: graphs would not be cut at cross blocks"
             )
     v2 = bool(vllm_config.use_v2_model_runner)
-    given = list(model.logits_processors or [])
-    if CHECKS[v2] not in given:
-        model.logits_processors = [*given, CHECKS[v2]]
     scheduler = vllm_config.scheduler_config
     if scheduler.scheduler_cls not in (None, SCHEDULER):
         raise ValueError(f"comb checkpoints need their own scheduler, not {scheduler.scheduler_cls}: leave it alone")
