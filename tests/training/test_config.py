@@ -60,8 +60,6 @@ def test_values_and_overrides(tmp_path: Path) -> None:
         ("data: {options: [a]}", "data.options must be a section of keys"),
         ("train: {steps: 1}\neval: {limit: 2}\ntrain: {epochs: 1}", "(?s)run.yaml is not YAML: train .* twice.*line 3"),
         ("data: {questions_per_row: 2}\ntrain: {answers: gold}", "questions_per_row joins .* text: give data.prefix"),
-        ("model: {measured_cross_layers: 2, cross_attention_layers: [2, 4]}", "both say where cross blocks are"),
-        ("model: {measured_cross_layers: 2, init_from: out/adapter}", "both say where cross blocks are"),
         # mixtures
         ("data: {mixture: [{dataset: nano, wieght: 1}]}", r"data.mixture\[0\].wieght; did you mean .*\.weight\?"),
         ("data: {mixture: [{dataset: nano}, 3]}", r"data.mixture\[1\] is a section of keys, got 3"),

@@ -47,9 +47,9 @@ def test_train(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     data.write_text("\n".join(map(json.dumps, rows)), encoding="utf-8")
     example("train_encoder").main(
         "nano", str(data), str(folder), "train.max_seconds=null", "train.steps=2",
-        "model.num_encoder_layers=2", "model.measured_cross_layers=2", "model.device=cpu",
+        "model.num_encoder_layers=2", "model.cross_attention_layers=[2,4]", "model.device=cpu",
     )  # fmt: skip
     assert "2 steps" in capsys.readouterr().out
     trained = CombForCausalLM.from_pretrained(folder)
     assert len(trained.encoder.layers) == 2
-    assert len(trained.config.cross_attention_layers) == 2
+    assert trained.config.cross_attention_layers == [2, 4]

@@ -114,7 +114,7 @@ def test_what_will_be_served_is_what_the_processes_hold() -> None:
     held = trained_weights(training_method("comb").load(run), sharded=False).values()
     assert served.file == sum(tensor.to(torch.bfloat16).nbytes for tensor in held)
     plain = CombForCausalLM.from_backbone(
-        "nano", cross_attention_layers=run.model.first_cross_layers, dtype=torch.bfloat16, **options
+        "nano", cross_attention_layers=run.model.cross_attention_layers, dtype=torch.bfloat16, **options
     )
     [document] = plain.encode([(5, 6, 7)])
     assert served.document_token == document.nbytes // 3
@@ -204,7 +204,7 @@ def test_a_text_of_one_s_own_counts_as_long_as_it_is(tmp_path: Path) -> None:
     )
     shape = load_config(CONFIGS["nano"]).model
     encoder = CombForCausalLM.from_backbone(
-        "nano", num_encoder_layers=shape.num_encoder_layers, cross_attention_layers=shape.first_cross_layers,
+        "nano", num_encoder_layers=shape.num_encoder_layers, cross_attention_layers=shape.cross_attention_layers,
         front=str(text),
     ).encoder  # fmt: skip
     assert own - none == encoder.front.numel() + encoder.sink.numel()

@@ -306,9 +306,6 @@ class ModelConfig:
     """Layers of the encoder; null: 8 (the paper)."""
     cross_attention_layers: Items[StrictInt] | None = None
     """Backbone layers with a cross block in front of them; null: evenly spread, one per encoder layer."""
-    measured_cross_layers: AtLeastOne | None = None
-    """Instead of naming them: so many, in front of the layers through which the backbone reads documents. That is
-    measured on some of the training examples before the run; see docs/training.md."""
     encoder_causal: StrictBool = False
     """A causal mask inside the encoder (the paper's equation); false is bidirectional, as in the published code."""
     dtype: str = "float32"
@@ -321,18 +318,6 @@ class ModelConfig:
     """Threads of torch on a CPU; null is torch's default. Tiny models are fastest with one: more only wait."""
     options: Options = Field(default_factory=dict)
     """More keyword arguments of `CombForCausalLM.from_backbone`, or `LinkTokensForCausalLM.from_backbone`."""
-
-    def __post_init__(self) -> None:
-        if self.measured_cross_layers is not None:
-            for name in ("cross_attention_layers", "init_from"):
-                if getattr(self, name) is not None:
-                    raise ValueError(f"model.measured_cross_layers and model.{name} both say where cross blocks are")
-
-    @property
-    def first_cross_layers(self) -> Sequence[int] | None:
-        """The layers that are named; as many as will be measured, anywhere; or None."""
-        count = self.measured_cross_layers
-        return self.cross_attention_layers if count is None else range(count)
 
 
 @dataclass(frozen=True, config=KNOWN_KEYS)

@@ -10,7 +10,7 @@ from typing import Any
 
 from comb.backbones.loading import HUB_ARGUMENTS, load_config, resolve_name
 from comb.backbones.rotary import prompt_limit
-from comb.evaluation.placement import fit_blocks, measure_placement, short_prompts
+from comb.evaluation.placement import fit_blocks
 from comb.model.config import CombConfig
 from comb.model.lora import add_lora
 from comb.model.modeling import CombForCausalLM
@@ -21,7 +21,6 @@ from comb_training.models.method import (
     TrainingMethod,
     device_of,
     dtype_of,
-    shaping_options,
     trained_options,
     training_methods,
 )
@@ -41,7 +40,15 @@ class CombTraining(TrainingMethod):
     def load(self, config: Config) -> CombForCausalLM:
         """A fresh encoder on the configured backbone, or the adapter of `model.init_from`, on the configured device."""
         if config.model.init_from is None:
-            return self._fresh(config, config.model.backbone, config.model.first_cross_layers)
+            model = CombForCausalLM.from_backbone(
+                config.model.backbone,
+                num_encoder_layers=config.model.num_encoder_layers,
+                cross_attention_layers=config.model.cross_attention_layers,
+                encoder_causal=config.model.encoder_causal,
+                dtype=dtype_of(config.model.dtype),
+                **trained_options(config),
+            )
+            return _placed(model, config)
         rank, place = config.train.lora_rank, adapter_place(config)
         check_rank(rank, load_config(config.model.init_from, CombConfig, **place))
         model = self.continued(config)
@@ -60,57 +67,28 @@ class CombTraining(TrainingMethod):
             model.load_state_dict({name: each for name, each in weights.items() if ".lora_" in name}, strict=False)
         return model
 
-    def _fresh(self, config: Config, backbone: Any, layers: Sequence[int] | None) -> CombForCausalLM:
-        options = trained_options(config)
-        if isinstance(backbone, str):
-            options["dtype"] = dtype_of(config.model.dtype)
-        else:  # loaded already, with the options of loading
-            options = shaping_options(CombForCausalLM, options)
-        model = CombForCausalLM.from_backbone(
-            backbone,
-            num_encoder_layers=config.model.num_encoder_layers,
-            cross_attention_layers=layers,
-            encoder_causal=config.model.encoder_causal,
-            **options,
-        )
-        return _placed(model, config)
-
     def fitted(
         self, model: Any, config: Config, examples: Sequence[TrainingExample], resume: str | Path | None
     ) -> CombForCausalLM:
-        """Cross blocks where documents are read (`measured_cross_layers`), and fitted there if they start as the
-        backbone's own attention; every rank measures on the same examples."""
+        """Cross blocks that start as the backbone's own attention, fitted; every rank does so on the same examples."""
         fresh = resume is None and config.model.init_from is None
-        fits = fresh and config.model.options.get("initialization") == "first"
-        number, limit = min(512, len(examples)), prompt_limit(model.backbone) or sys.maxsize
-        some = [examples[index * len(examples) // number] for index in range(number)]  # evenly spaced
-        # an encoder's documents may be longer than what the backbone can read itself
-        prompts = [(each.prompt, each.target) for each in some if len(each.prompt.flat) + len(each.target) <= limit]
-        if not prompts and (fits or (fresh and config.model.measured_cross_layers is not None)):
-            raise ValueError(
-                "where documents are read, and what they add there, is measured on prompts with them, and none of "
-                f"{number} fits into the backbone's {limit} positions: lower data.num_documents or "
-                "data.max_document_tokens, or name model.cross_attention_layers and leave initialization: first out"
-            )
-        if config.model.measured_cross_layers is not None:
-            if resume is not None:
-                layers = load_config(resume, CombConfig).cross_attention_layers
-            else:
-                placement = measure_placement(model.backbone, short_prompts(prompts))
-                layers = placement.best(config.model.measured_cross_layers)
-                lost = ", ".join(f"{layer}: {placement.losses[layer]:.3f}" for layer in layers)
-                logger.info("cross blocks before layers %s (nats lost without: %s; without all: %.3f)", layers, lost,
-                            placement.without)  # fmt: skip
-            named, revision = model.config.backbone_name_or_path, model.config.backbone_revision
-            model = self._fresh(config, model.backbone, layers)
-            model.config.backbone_name_or_path, model.config.backbone_revision = named, revision
         own, depth = model.config, model.config.encoder_config.num_hidden_layers
         if fresh and (read := max(own.cross_encoder_layers) + 1) < depth:  # the others would have no gradient
             raise ValueError(
                 f"model.num_encoder_layers={depth}, of which cross blocks before layers {own.cross_attention_layers} "
                 f"read the first {read}: give model.num_encoder_layers={read}"
             )
-        if fits:
+        if fresh and config.model.options.get("initialization") == "first":
+            number, limit = min(512, len(examples)), prompt_limit(model.backbone) or sys.maxsize
+            some = [examples[index * len(examples) // number] for index in range(number)]  # evenly spaced
+            # an encoder's documents may be longer than what the backbone can read itself
+            prompts = [(each.prompt, each.target) for each in some if len(each.prompt.flat) + len(each.target) <= limit]
+            if not prompts:
+                raise ValueError(
+                    f"what documents add is measured on prompts with them, and none of {number} fits into the "
+                    f"backbone's {limit} positions: lower data.num_documents or data.max_document_tokens, or leave "
+                    "initialization: first out"
+                )
             shares = fit_blocks(model, prompts[:: max(1, len(prompts) // FITTED_ON)])
             found = ", ".join(f"{layer}: {share:.2f}" for layer, share in shares.items())
             logger.info("what cross blocks begin with, of what documents add in the layers behind them (R2): %s", found)

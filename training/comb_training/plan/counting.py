@@ -121,7 +121,7 @@ def meta_model(config: Config) -> tuple[Trained, str | None]:
             model = CombForCausalLM.from_backbone(
                 backbone,
                 num_encoder_layers=config.model.num_encoder_layers,
-                cross_attention_layers=config.model.first_cross_layers,
+                cross_attention_layers=config.model.cross_attention_layers,
                 encoder_causal=config.model.encoder_causal,
                 **shaping,
             )

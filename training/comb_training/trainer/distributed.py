@@ -52,11 +52,6 @@ def summed(*values: float) -> list[float]:
     return _reduced(values, dist.ReduceOp.SUM)
 
 
-def same(values: Sequence[int]) -> bool:
-    """Whether every rank has these values, as many on each. Collective."""
-    return _reduced(values, dist.ReduceOp.MIN) == _reduced(values, dist.ReduceOp.MAX) if values else True
-
-
 def agree_on_passes(wanted: int, possible: int) -> int:
     """As many as the neediest rank wants, if every rank can. Collective."""
     least, most = _reduced([possible, -wanted], dist.ReduceOp.MIN)

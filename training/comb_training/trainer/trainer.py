@@ -151,12 +151,6 @@ class CombTrainer:
             self.model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
         if self._zero3:
             self.model.agree_on_passes = distributed.agree_on_passes
-        placed = getattr(self.model.config, "cross_attention_layers", None) or []
-        if not distributed.same(placed):
-            raise ValueError(
-                f"the ranks measured different places for the cross blocks (here {placed}): write one choice into the "
-                "configuration, model.cross_attention_layers=[...]"
-            )
         self._wrapped, self.optimizer = self.accelerator.prepare(self.model, self.optimizer)
         if self.sharded:
             settle_engine(self._wrapped, self.model)
