@@ -41,17 +41,9 @@ def shots(count: int) -> list[dict[str, str]]:
 
 
 def task(name: str = "", count: int = 3, **fields: Any) -> Row:
-    """A file of Natural-Instructions' second version."""
+    """A file of Natural-Instructions."""
     row = {"Definition": [f"Do {name}.", "Be short."], "Positive Examples": shots(3), "Negative Examples": shots(1)}
     return {**row, "Instances": instances(count, name), **fields}
-
-
-def subtask(**fields: Any) -> Row:
-    """One of the first version."""
-    row = {"Title": "t", "Prompt": "Answer.", "Definition": "A task."}
-    row |= {"Things to Avoid": "-", "Emphasis & Caution": "Do"}
-    examples = {"Positive Examples": [{"input": "i", "output": "o", "reason": "r"}], "Negative Examples": []}
-    return {**row, "Examples": examples, "Instances": [{"input": "x", "output": ["y", "z"]}], **fields}
 
 
 def _passages(number: int, name: str) -> list[Row]:
@@ -71,11 +63,7 @@ ROWS: dict[str, Callable[[int], Row]] = {
         "id": n, "question": f"q{n}?", "answer": "x", "answer_aliases": ["y"], "answerable": True,
         "paragraphs": _passages(n, "paragraph_text"),
     },
-    "wikihop": lambda n: {"id": n, "query": f"part_of juan s{n}", "answer": "x", "supports": ["one", "two"]},
     "nq_open": lambda n: {"question": f"q{n}?", "answers": [f"a{n}", "z"], "ctxs": _passages(n, "text")},
-    "kv_retrieval": lambda _: {
-        "key": "k3", "value": "v3", "ordered_kv_records": [[f"k{n}", f"v{n}"] for n in range(5)]
-    },
     "samsum": lambda n: {"id": n, "dialogue": f"A: {n}\r\nB: hm", "summary": f"It is {n}.", "summary2": "Two."},
     "xsum": lambda n: {
         "id": n, "summary": f"News {n}.",

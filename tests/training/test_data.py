@@ -221,7 +221,7 @@ def test_unknown_names_options_and_files_are_clear_errors(tmp_path: Path) -> Non
         read_dataset("squad", squad_file(tmp_path), num_docs=3)
     with pytest.raises(ValueError, match="there is no file or folder"):
         read_dataset("squad", tmp_path / "absent.json")
-    for name in ("squad", "wikihop"):
+    for name in ("squad", "musique"):
         with pytest.raises(ValueError, match=rf"'{name}' needs a path \(data\.path=PATH, or --path PATH\)"):
             read_dataset(name)
         with pytest.raises(ValueError, match="num_documents must be at least 1, not 0"):

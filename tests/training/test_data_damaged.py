@@ -13,7 +13,7 @@ import pytest
 
 from comb.documents.datasets import Dataset, read_dataset
 from comb.documents.document import Example
-from tests.helpers.rows import HUB_ROWS, ROWS, Row, WriteRows, article, subtask, task
+from tests.helpers.rows import HUB_ROWS, ROWS, Row, WriteRows, article, task
 
 HALF = "half \udc00 of one"
 UNSEEN = "\u200b\x00\ufeff"
@@ -22,7 +22,6 @@ DAMAGES: tuple[Any, ...] = (" \n", UNSEEN, None, HALF, 3, float("nan"), True, []
 OFFICIAL: dict[str, Callable[[int], Row]] = {
     "squad": article,
     "natural_instructions": lambda n: task(f"kind {n}", count=1),
-    "natural_instructions_v1": lambda n: subtask(Prompt=f"Do {n}."),
 }
 
 
@@ -98,8 +97,7 @@ def test_rows_of_official_files(name: str, tmp_path: Path) -> None:
             (tmp_path / "s.json").write_text(json.dumps({"data": rows}))
             return read_dataset(name, tmp_path / "s.json", num_documents=2)
         for number, row in enumerate(rows):
-            prefix = "subtask" if name.endswith("v1") else "task"
-            (tmp_path / f"{prefix}{number}_kind.json").write_text(json.dumps(row))
+            (tmp_path / f"task{number}_kind.json").write_text(json.dumps(row))
         return read_dataset(name, tmp_path)
 
     where = "s.json: data[0]" if name == "squad" else "task0_kind.json"
@@ -136,8 +134,8 @@ def test_files_with_a_mark_in_front_packed_or_of_another_system(tmp_path: Path) 
 
 
 OWN = {"documents": ["x"], "query": "q", "answer": "a"}
-V1, V2 = "natural_instructions_v1", "natural_instructions"
-FILES = {"squad": "s.json", V1: "subtask1_a.json", V2: "task1_a.json"}
+NI = "natural_instructions"
+FILES = {"squad": "s.json", NI: "task1_a.json"}
 
 
 def question(**fields: Any) -> Row:
@@ -167,23 +165,21 @@ def question(**fields: Any) -> Row:
             "is a list of",
         ),
         ("samsum", [{"dialogue": "d"}], "there is no 'summary' or 'summary1'"),
-        ("kv_retrieval", [{**ROWS["kv_retrieval"](1), "ordered_kv_records": [["k"]]}], r"list of \[key, value\]"),
         ("nq_open", ["not an object"], "expected an object, got str"),
         (
             "longbench",
             [{**ROWS["longbench"](1), "dataset": "hotpot"}],
             r"\[0\]: LongBench has no task 'hotpot'",
         ),
-        (V2, task(Instances=[{"input": 3, "output": ["x"]}]), r"a.json: Instances\[0\]: 'input' is a text, got '3'"),
-        (V2, task(Definition=[" "]), "task1_a.json: the task has no instruction"),
-        (V1, subtask(Examples=[]), "'Examples' is an object with 'Positive Examples'"),
+        (NI, task(Instances=[{"input": 3, "output": ["x"]}]), r"a.json: Instances\[0\]: 'input' is a text, got '3'"),
+        (NI, task(Definition=[" "]), "task1_a.json: the task has no instruction"),
     ],
 )
 def test_what_is_said_of_it(tmp_path: Path, name: str, content: Any, message: str) -> None:
     path = tmp_path / FILES.get(name, "rows.json")
     path.write_text(content if isinstance(content, str) else json.dumps(content))
     with pytest.raises(ValueError, match=message):
-        read_dataset(name, tmp_path if name in (V1, V2) else path)
+        read_dataset(name, tmp_path if name == NI else path)
 
 
 @pytest.mark.parametrize("name", ["squad", "jsonl", "xsum", "babi", "natural_instructions", "longbench", "passages"])

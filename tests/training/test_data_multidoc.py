@@ -27,6 +27,20 @@ def test_musique_in_both_schemas(write_rows: WriteRows) -> None:
     assert dataset.counts.read == 3
 
 
+def test_rows_are_drawn_and_their_groups_are_on_one_side(write_rows: WriteRows) -> None:
+    path = write_rows(*(ROWS["musique"](n) | {"id": f"{n}{turn}"} for n in range(5) for turn in "ab"))
+    sides = [{e.query for e in read_dataset("musique", path, split=side)} for side in ("train", "heldout")]
+    assert all(sides)
+    assert not sides[0] & sides[1]
+    dataset = read_dataset("musique", path, limit=5)
+    assert (len(dataset), dataset.counts.dropped) == (5, {"over the limit": 5})
+    assert list(dataset) == list(read_dataset("musique", path, limit=5))
+    assert list(dataset) != list(read_dataset("musique", path))[:5]
+    cut = read_dataset("musique", path, num_documents=1)
+    assert texts(cut[0]) == ["Text 0."]
+    assert cut.counts.truncated == {"row with more documents than num_documents": 10}
+
+
 @pytest.mark.parametrize("name", ["hotpotqa", "2wikimultihopqa"])
 def test_hotpotqa_s_rows_in_both_schemas(write_rows: WriteRows, name: str) -> None:
     for row in (ROWS["hotpotqa"](7), HUB_ROWS["hotpotqa"](7)):
@@ -55,22 +69,6 @@ def test_made_questions_across_documents_are_for_training_and_have_no_answer(wri
     assert all(e.answer for e in read_dataset("hotpotqa", path, split="heldout", across=3))
     assert train.counts.kept == len(train)
     assert len(read_dataset("hotpotqa", path, split="train", across=3, limit=5)) == 5
-
-
-def test_wikihop(write_rows: WriteRows) -> None:
-    (example,) = read_dataset("wikihop", write_rows(ROWS["wikihop"](1)))
-    assert (example.query, texts(example)) == ("part of juan s1", ["one", "two"])
-    rows = ({**ROWS["wikihop"](n), "query": f"{relation} juan s{n}"} for n in range(5) for relation in ("a_of", "b_of"))
-    path = write_rows(*rows)
-    sides = [{e.query[-2:] for e in read_dataset("wikihop", path, split=side)} for side in ("train", "heldout")]
-    assert not sides[0] & sides[1]  # subjects
-    dataset = read_dataset("wikihop", path, limit=5)
-    assert (len(dataset), dataset.counts.dropped) == (5, {"over the limit": 5})
-    assert list(dataset) == list(read_dataset("wikihop", path, limit=5))
-    assert list(dataset) != list(read_dataset("wikihop", path))[:5]  # they are drawn
-    cut = read_dataset("wikihop", path, num_documents=1)
-    assert texts(cut[0]) == ["one"]
-    assert cut.counts.truncated == {"row with more documents than num_documents": 10}
 
 
 def test_samsum_shows_other_rows_of_the_same_side(write_rows: WriteRows) -> None:
@@ -133,17 +131,6 @@ def test_multi_news(write_rows: WriteRows) -> None:
     assert (texts(dataset[0]), dataset[0].answer) == (["one", "two"], "both")
     assert dataset.counts.truncated == {"empty document left out": 1}  # of the row that is kept
     assert dataset.counts.dropped == {"no documents": 1}
-
-
-def test_kv_retrieval(write_rows: WriteRows) -> None:
-    row = ROWS["kv_retrieval"](1)
-    (example,) = read_dataset("kv_retrieval", write_rows(row, name="rows.jsonl.gz"), records_per_document=2)
-    assert texts(example) == ['"k0": "v0"\n"k1": "v1"', '"k2": "v2"\n"k3": "v3"', '"k4": "v4"']
-    assert (example.query, example.answer) == ('Which value belongs to the key "k3"?', "v3")
-    dropped = read_dataset(
-        "kv_retrieval", write_rows(row, row | {"key": "absent"}, row | {"value": "v2"})
-    ).counts.dropped
-    assert dropped == {"records that don't give the value for the key": 2}
 
 
 def test_nq_open_puts_the_gold_passage_among_others(write_rows: WriteRows) -> None:
@@ -300,13 +287,10 @@ NI = "natural_instructions"
         ("babi", "babi/en-10k", {"split": "train"}, 8000, (3, 3), 1.0),
         ("musique", "musique/musique_s.json", {}, 120, (10, 10), 0.65),
         ("hotpotqa", "hotpotqa/hotpot_dev_fullwiki_gold_in_context.json", {}, 117, (10, 10), 0.95),
-        ("wikihop", "wikihop/wikihop_sample.json", {}, 160, (3, 44), 0.98),
         ("samsum", f"{RESTRICTED}/samsum/samsum_sample.jsonl", {}, 160, (4, 4), 0.0),
         ("multi_news", f"{RESTRICTED}/multi_news/multi_news_sample.jsonl", {}, 160, (1, 6), 0.0),
-        ("kv_retrieval", "kv_retrieval/kv-retrieval-75_keys.jsonl.gz", {}, 48, (5, 5), 1.0),
         ("nq_open", "nq_open/nq-open-oracle.jsonl.gz", {}, 2124, (10, 10), 0.99),
         ("xsum", f"{RESTRICTED}/xsum/xsum_sample.jsonl", {}, 480, (1, 1), 0.0),
-        (f"{NI}_v1", f"{NI}_v1", {"num_documents": 5}, 303, (5, 5), 0.0),
         (NI, f"{NI}_v2/tasks", {"num_documents": 5}, 2097, (5, 5), 0.0),
     ],
 )

@@ -1,4 +1,4 @@
-"""One document that answers, among many: any data set's needle at every depth, NQ-open and key-value retrieval."""
+"""One document that answers, among many: any data set's needle at every depth, and NQ-open."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from comb.documents.datasets import Counts, Dataset, datasets, read_dataset
 from comb.documents.document import Document, Example
 from comb.evaluation.metrics import normalize_answer
 from comb_training.data.records import DatasetRow
-from comb_training.data.side import DatasetSide, Split, draw, reader, row_reader
+from comb_training.data.side import DatasetSide, Split, draw, reader
 
 DEPTHS = (0, 25, 50, 75, 100)
 # no content words
@@ -128,31 +128,3 @@ def _nq_row(record: DatasetRow) -> Example | str:
     title, text = gold.title(), gold.text("text")
     documents = record.documents([(title, text)])
     return record.example(documents, record.text("question"), answers, group=title or text)
-
-
-@row_reader("kv_retrieval")
-def read_kv_retrieval(record: DatasetRow, *, records_per_document: int = 15) -> Example | str:
-    """Key-value retrieval (Liu et al. 2023): the value of one UUID among many. The example of a row.
-
-    Rows ``{ordered_kv_records: [[key, value], ...], key, value}``. document: a run of records, one ``"key": "value"``
-    per line. Raises ValueError for a malformed row, or fewer than one record per document.
-    """
-    if records_per_document < 1:
-        raise ValueError(f"records_per_document must be at least 1, not {records_per_document}")
-    pairs = record.items("ordered_kv_records", list)
-    if not all(len(pair) == 2 for pair in pairs):
-        raise ValueError(f"{record.where}: 'ordered_kv_records' is a list of [key, value] texts")
-    pairs = [[record.check_text(part, "ordered_kv_records") for part in pair] for pair in pairs]
-    key, value = record.text("key"), record.text("value")
-    if not key.strip():
-        return "empty query"
-    if not pairs:
-        return "no documents"
-    if {held for name, held in pairs if name == key} != {value}:
-        return "records that don't give the value for the key"
-    lines = [f'"{name}": "{held}"' for name, held in pairs]
-    documents = tuple(
-        Document("\n".join(lines[first : first + records_per_document]))
-        for first in range(0, len(lines), records_per_document)
-    )
-    return record.example(documents, f'Which value belongs to the key "{key}"?', [value], id=key, group=key)

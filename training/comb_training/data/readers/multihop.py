@@ -87,18 +87,3 @@ def read_musique(record: DatasetRow, *, num_documents: int | None = None) -> Exa
         answers = record.items("answers", str)
     question = record.text("question")
     return record.example(documents, question, answers, group=question)
-
-
-@row_reader("wikihop")
-def read_wikihop(record: DatasetRow, *, num_documents: int | None = None) -> Example | str:
-    """WikiHop (QAngaroo, Welbl et al. 2018): which entity stands in a relation to a subject. The example of a row.
-
-    Rows ``{id, query, answer, candidates, supports}``. document: one of ``supports``; query: ``query`` with the
-    underscores of its relation as spaces ("participant_of juan rossell" is asked as "participant of juan rossell").
-    `num_documents`: keep only the first so many documents (counted); None keeps all, up to some sixty.
-    """
-    documents = record.documents(((None, text) for text in record.items("supports", str)), num_documents)
-    relation, _, subject = record.text("query", "question").strip().partition(" ")
-    query = f"{relation.replace('_', ' ')} {subject}".strip()
-    # questions about one subject share supports
-    return record.example(documents, query, [record.text("answer")], group=subject or query)

@@ -1,4 +1,4 @@
-"""Natural-Instructions (Mishra et al. 2022) and Super-NaturalInstructions (Wang et al. 2022): tasks told in words."""
+"""Super-NaturalInstructions (Wang et al. 2022), which holds the tasks of Natural-Instructions: told in words."""
 
 from __future__ import annotations
 
@@ -14,7 +14,6 @@ from comb.documents.document import Document, Example
 from comb_training.data.records import DatasetRow, on_hub, read_object, read_records
 from comb_training.data.side import DatasetSide, content_group, draw, reader
 
-V1_PARTS = ("Prompt", "Definition", "Things to Avoid", "Emphasis & Caution")
 SHOT = "Input: {input}\nOutput: {output}"
 QUERY_AMONG_OTHERS = "Task: {task}\nInput: {input}"
 
@@ -30,8 +29,8 @@ class InstructionTask:
 
     @property
     def title(self) -> str:
-        """The name in words: ``subtask002_quoref_answer_generation`` is "quoref answer generation"."""
-        return re.sub(r"^(sub)?task\d+_", "", self.name).replace("_", " ")
+        """The name in words: ``task002_quoref_answer_generation`` is "quoref answer generation"."""
+        return re.sub(r"^task\d+_", "", self.name).replace("_", " ")
 
     def document(self) -> Document:
         return Document(self.instruction, title=f"Task: {self.title}")
@@ -40,7 +39,6 @@ class InstructionTask:
 @reader(
     "natural_instructions", hub_id="Muennighoff/natural-instructions", reads="a task file, or a folder of task*.json"
 )
-@reader("natural_instructions_v1", reads="a task file, or a folder of subtask*.json")
 def read_natural_instructions(
     side: DatasetSide,
     *,
@@ -49,10 +47,8 @@ def read_natural_instructions(
     max_instances_per_task: int | None = None,
     group_by: Literal["task", "instance"] = "task",
 ) -> Iterable[Example]:
-    """Reads either version: a task file, a folder of them, or the Hub's rows (v2). COMB sec. 5.2 trains on both sets.
+    """Reads a task file, a folder of them, or the Hub's rows. COMB sec. 5.2 trains on these tasks.
 
-    v1, ``subtask*.json``: ``{Title, Prompt, Definition, "Things to Avoid", "Emphasis & Caution", Examples: {"Positive
-    Examples": [{input, output}]}, Instances: [{input, output: [...]}]}``, with "-" for an empty field. v2,
     ``task*.json``: ``{Definition: [...], "Positive Examples": [...], Instances: [{id, input, output: [...]}]}``, or the
     Hub's rows ``{task_name, id, definition, inputs, targets}``, which bring no worked examples.
 
@@ -151,10 +147,7 @@ def _outputs(record: DatasetRow) -> list[str]:
 
 
 def _tasks(side: DatasetSide) -> list[InstructionTask]:
-    v1 = side.name == "natural_instructions_v1"
     if on_hub(side.path):
-        if v1:
-            raise ValueError(f"dataset {side.name!r} is read from its task files, not from the Hub ({side.path})")
         tasks: dict[str, InstructionTask] = {}
         for record in read_records(side.path, side.name):
             name, instruction = record.label("task_name"), _instruction(record, [record.text("definition").strip()])
@@ -162,23 +155,16 @@ def _tasks(side: DatasetSide) -> list[InstructionTask]:
                 raise ValueError(f"{record.where}: the task has no name")
             tasks.setdefault(name, InstructionTask(name, instruction, (), [])).instances.append(record)
         return list(tasks.values())
-    path, pattern = Path(side.path), "subtask*.json" if v1 else "task*.json"
-    patterns = (pattern, f"{pattern}.gz")
+    path, patterns = Path(side.path), ("task*.json", "task*.json.gz")
     files = sorted(file for name in patterns for file in path.glob(name)) if path.is_dir() else [path]
     if not files:
-        raise ValueError(f"dataset {side.name!r}: there is no {pattern} in {path}")
+        raise ValueError(f"dataset {side.name!r}: there is no {patterns[0]} in {path}")
     found = []
     for file in files:
-        record = examples = read_object(file, side.name)
-        if v1:
-            parts = [(name, record.text(name).strip()) for name in V1_PARTS if record.row.get(name) is not None]
-            texts = [f"{name}: {text}" for name, text in parts if text not in ("", "-")]
-            examples = record.inside("Examples", "Positive Examples")
-        else:
-            texts = record.texts("Definition")
-        shown, instances = _parts(examples, "Positive Examples"), _parts(record, "Instances")
+        record = read_object(file, side.name)
+        shown, instances = _parts(record, "Positive Examples"), _parts(record, "Instances")
         name = file.name.removesuffix(".gz").removesuffix(".json")
-        found.append(InstructionTask(name, _instruction(record, texts), shown, instances))
+        found.append(InstructionTask(name, _instruction(record, record.texts("Definition")), shown, instances))
     return found
 
 
@@ -190,7 +176,5 @@ def _instruction(record: DatasetRow, texts: Iterable[str]) -> str:
 
 
 def _parts(record: DatasetRow, name: str) -> list[DatasetRow]:
-    if record.row.get(name) == "-":  # v1's empty field
-        return []
     # each counts what is left out of it alone
     return [replace(part, left_out=Counter()) for part in record.parts(name)]
