@@ -23,7 +23,6 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from itertools import product
-from math import log
 from pathlib import Path
 from statistics import fmean
 from typing import Annotated, Any, get_type_hints
@@ -41,9 +40,7 @@ from comb.bench.parallel import parallel
 from comb.documents.datasets import DATA
 from comb.evaluation.setting import read_sets
 from comb.evaluation.table import Column, Row, TextTable, Timing, or_refused
-from comb.kernels.mac.mac_config import MacConfig
 
-_CHANNELS = 128
 PAPERS = {file.stem: file for file in sorted((Path(__file__).parent / "papers").glob("*.yaml"))}
 BENCHMARKS: dict[str, Callable[[Any, BenchmarkReport], None]] = {
     "methods": compare_methods, "context-length": context_length,
@@ -56,7 +53,6 @@ FORMS: dict[str, tuple[str, Callable[[float, float], float]]] = {
     "percent": ("{:.1f}", lambda ours, other: 100 * ours),
     "rest": ("{:.1f}", lambda ours, other: 100 * (1 - ours)),
     "degrees": ("{:.2f}", lambda ours, other: ours),
-    "bytes": ("{:.0f}", lambda ours, other: ours),
     "kept": ("{:.1f}", lambda ours, other: 100 * ours / other),
     "saved": ("{:.1f}", lambda ours, other: 100 * (1 - ours / other)),
     "points": ("{:+.1f}", lambda ours, other: 100 * (ours - other)),
@@ -171,9 +167,7 @@ def paper(options: PaperOptions, report: BenchmarkReport) -> None:
 
 def _run(name: str, run: Mapping[str, Any], options: PaperOptions, report: BenchmarkReport) -> list[Row]:
     """The rows of one benchmark; of one that is refused, a row that says why."""
-    report.say(f"{name}: comb bench {run['benchmark']}" if "benchmark" in run else name)
-    if "formula" in run:
-        return FORMULAS[run["formula"]]()
+    report.say(f"{name}: comb bench {run['benchmark']}")
     kind, wanted = get_type_hints(BENCHMARKS[run["benchmark"]])["options"], dict(run["options"])
     known = {each.name for each in fields(kind)}
     wanted = {key: options.questions if value == "$questions" else value for key, value in wanted.items()}
@@ -240,56 +234,3 @@ def _values(rows: Sequence[Row], pick: Mapping[str, Any], path: str) -> list[flo
                 raise ValueError(f"there is no {path} in the row {dict(pick)}")
         values.append(found.median if isinstance(found, Timing) else float(found))
     return values
-
-
-# ---- what a table computes rather than measures, by this library's own classes ----
-
-
-def addition_error() -> list[Row]:
-    """HYPIC table 2: what adding a segment's state instead of composing leaves wrong, over the state's norm."""
-    import torch
-
-    from comb.hybrid.transition import ScalarTransition
-
-    rows, state = [], torch.randn(1, _CHANNELS, _CHANNELS, generator=torch.Generator().manual_seed(0))
-    for bits in (5, 7, 10):
-        for tokens in (256, 512, 1024):
-            transition = ScalarTransition(torch.full((1,), tokens * log(1 - 2**-bits)))
-            wrong = state - transition.apply(state)
-            rows.append({"bits": bits, "tokens": tokens, "error": float(wrong.norm() / state.norm())})
-    return rows
-
-
-def transition_bytes() -> list[Row]:
-    """HYPIC table 3: bytes of a segment's transition per head and layer, 128 channels in 16 bits where that holds."""
-    import torch
-
-    from comb.hybrid.transition import DenseTransition, DiagonalTransition, ScalarTransition
-
-    made = {
-        "scalar": ScalarTransition(torch.zeros(1)),
-        "diagonal": DiagonalTransition(torch.zeros(1, _CHANNELS)),
-        "dense": DenseTransition(torch.eye(_CHANNELS)[None]),
-    }
-    return [{"family": name, "bytes": each.stored(torch.float16).tensor.nbytes} for name, each in made.items()]
-
-
-def ring_overhead() -> list[Row]:
-    """MAC-Attention table 7: bytes of the rings over those of keys and values of 128K tokens, Llama-3.1-8B, 16 bits."""
-    import torch
-
-    from comb.kernels.mac.state import MacState
-
-    heads, kv_heads, width, tokens = 32, 8, 128, 128 * 1024
-    cache = 2 * kv_heads * width * tokens * 2
-    rows = []
-    for window in (256, 512, 1024, 2048):
-        config = MacConfig(window=window, ring_dtype="bfloat16")
-        like = torch.zeros(1, dtype=torch.bfloat16)
-        rows.append({"window": window, "share": MacState.empty(1, heads, width, width, config, like).nbytes / cache})
-    return rows
-
-
-FORMULAS: dict[str, Callable[[], list[Row]]] = {
-    "addition_error": addition_error, "transition_bytes": transition_bytes, "ring_overhead": ring_overhead,
-}  # fmt: skip
