@@ -6,14 +6,13 @@ import json
 import math
 from itertools import pairwise
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 from comb_serving.bench.client import RequestRecord
 from comb_serving.bench.tables import AS_SENT, REORDERED, alike
-from comb_serving.bench.trace import TRACE_FILE, Trace, made, read
-from comb_serving.bench.workload import COMB, MADE_TRACES, PLAIN, ServeBenchOptions
+from comb_serving.bench.trace import Trace, made
+from comb_serving.bench.workload import COMB, PLAIN, TRACES, ServeBenchOptions
 from tests.helpers.bench_command import run_bench
 
 
@@ -30,7 +29,7 @@ def begun_alike(trace: Trace) -> int:
     )
 
 
-@pytest.mark.parametrize("name", MADE_TRACES)
+@pytest.mark.parametrize("name", TRACES)
 def test_made_traces_come_again_out_of_order(name: str) -> None:
     trace = made(name, 1500, 30, 0, words)
     assert trace == made(name, 1500, 30, 0, words)
@@ -63,45 +62,6 @@ def test_tools_are_json_and_systems_go_where_a_template_takes_them() -> None:
     assert without[0]["content"].startswith(system["content"])
 
 
-def recorded(folder: Path, rows: list[dict[str, Any]]) -> Path:
-    (folder / TRACE_FILE).write_text("\n".join(map(json.dumps, rows)) + "\n\n")
-    (folder / "1_sys_prompt.jsonl").write_text('{"sys_prompt_id": 1, "token_length": 30}\n')
-    (folder / "2_passages.jsonl").write_text("".join(f'{{"passage_id": {n}, "token_length": 4{n}}}\n' for n in (2, 3)))
-    (folder / "4_user_input.jsonl").write_text('{"user_input_id": 9, "token_length": 12}\n')
-    return folder
-
-
-def row(at: str, *passages: int, **more: Any) -> dict[str, Any]:
-    ids = {"sys_prompt": [1], "passages_ids": list(passages), "history": [], "web_search": [], "user_input": [9]}
-    return {"timestamp": at, "input_length": 90, "output_length": 5, "hash_ids": ids, "session_id": "s", **more}
-
-
-def test_recorded_traces_are_read_and_sped_up(tmp_path: Path) -> None:
-    folder = recorded(tmp_path, [row("82", 2, 3), row("93", 3), row("101", 2)])
-    trace = read(folder, 2, 10.0, words)
-    assert [request.at for request in trace.requests] == pytest.approx([0.0, 1.1])
-    assert [[piece.tokens for piece in request.passages] for request in trace.requests] == [[42, 43], [43]]
-    first, second = (ask.messages for ask in trace.asks())
-    assert first[0] == second[0]
-    assert second[1]["content"].startswith("Passage 1: Text 3.")
-    assert read(folder / TRACE_FILE, 9, 1.0, words).requests[2].at == pytest.approx(19)
-
-
-@pytest.mark.parametrize(
-    ("rows", "message"),
-    [
-        ([row("1", 2), row("2", 7)], "request 2: KeyError: 7"),
-        ([row("soon", 2)], "request 1: ValueError"),
-        ([{"messages": []}], "request 1: KeyError: 'hash_ids'"),
-        ([row("1", 2, hash_ids={"user_input": []})], "request 1: ValueError"),
-        ([], "no requests"),
-    ],
-)
-def test_other_files_are_refused_by_their_line(tmp_path: Path, rows: list[dict[str, Any]], message: str) -> None:
-    with pytest.raises(ValueError, match=message):
-        read(recorded(tmp_path, rows), 9, 1.0, words)
-
-
 def said(number: int, text: str, **first: float) -> RequestRecord:
     return RequestRecord("x", AS_SENT, number, 0.0, text=text, first={k: math.log(p) for k, p in first.items()})
 
@@ -121,6 +81,8 @@ def test_answers_are_compared_by_text_and_first_token() -> None:
 def test_a_trace_needs_a_model_that_finds_segments() -> None:
     with pytest.raises(ValueError, match="--checkpoint and --method"):
         ServeBenchOptions(trace="rag", checkpoint="nano")
+    with pytest.raises(ValueError, match="--trace is one of agent, chat, rag, not 'data'"):
+        ServeBenchOptions(trace="data", checkpoint="nano", method="naive")
 
 
 @pytest.mark.vllm

@@ -37,8 +37,8 @@ from comb_serving.bench.tables import (
     trace_panels,
     trace_tables,
 )
-from comb_serving.bench.trace import Trace, TraceAsk, made, read
-from comb_serving.bench.workload import COMB, MADE_TRACES, PLAIN, ServeBenchOptions, Workload
+from comb_serving.bench.trace import Trace, TraceAsk, made
+from comb_serving.bench.workload import COMB, PLAIN, ServeBenchOptions, Workload
 
 if TYPE_CHECKING:
     from comb_serving.bench.servers import MeasuredServer, ServerPlan
@@ -76,13 +76,7 @@ def serve(options: ServeBenchOptions, report: BenchmarkReport) -> None:
         linking = [] if options.method is None else ["--method", options.method]
         positions, trace = options.positions, None
         if options.trace is not None:
-            if options.trace in MADE_TRACES:
-                trace = made(options.trace, options.prompt_tokens, options.requests, options.seed, count)
-            elif (path := Path(options.trace)).exists():
-                trace = read(path, options.requests, options.speed, count)
-            else:
-                choices = ", ".join(MADE_TRACES)
-                raise ValueError(f"--trace is {choices}, or a file or folder: there is no {options.trace}")
+            trace = made(options.trace, options.prompt_tokens, options.requests, options.seed, count)
             try:
                 tokenizer.apply_chat_template([{"role": "system", "content": "a"}, {"role": "user", "content": "b"}])
             except TemplateError:  # of a model that knows no system messages
@@ -236,15 +230,8 @@ class ServeRun:
         name, options = server.plan.name, self.options
         if (name, way) == (COMB, REORDERED):
             return
-        arrivals = [request.at for request in trace.requests if request.at is not None]
         before, asks = server.get("/metrics"), trace.asks(salt=way)
-
-        def run(target: Target) -> list[RequestRecord]:
-            if arrivals:
-                return target.run_open(way, asks, arrivals)
-            return target.run_closed(way, asks, 1, pause=options.pause)
-
-        row = self._measure(server, way, run, clients=0 if arrivals else 1)
+        row = self._measure(server, way, lambda target: target.run_closed(way, asks, 1, pause=options.pause), clients=1)
         records, plain = self._good(name, way), self._good(PLAIN, AS_SENT)
         later = [r for r in records if r.number >= len(asks) // 2]
         row["prompt_tokens"] = sum(r.prompt_tokens for r in records)

@@ -1,8 +1,7 @@
 """Traces: prompts of pieces that come again, asked by clients that send plain messages.
 
-Three are made here after what people report of their servers, each seeded; others are read from files in the format of
-RAGPulse (arXiv:2511.12979): a line for each request with the numbers of its pieces by their kind, and for each number
-its length. What a piece says is made up, the same text for the same number.
+Three are made here after what people report of their servers, each seeded. What a piece says is made up, the same text
+for the same name.
 """
 
 from __future__ import annotations
@@ -10,17 +9,14 @@ from __future__ import annotations
 import json
 import random
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
-from itertools import count, islice
-from pathlib import Path
+from itertools import count
 from typing import Any
 
 from comb.documents.document import Document
-from comb_serving.bench.workload import MADE_TRACES, sentences
+from comb_serving.bench.workload import TRACES, sentences
 
-TRACE_FILE = "0_trace.jsonl"
-LENGTHS = ("1_sys_prompt", "2_passages", "3_history", "4_user_input", "5_web_search")
 LIKELIEST = 20  # tokens that are compared of a first token's distribution; vLLM gives no more by default
 _REPEATED = 0.43  # of a retriever's passages were retrieved before, as field studies have it
 
@@ -42,7 +38,6 @@ class TraceRequest:
     history: tuple[Piece, ...]
     passages: tuple[Piece, ...]
     question: Piece
-    at: float | None = None  # seconds from the trace's start; None: a moment behind the client's last answer
 
     @property
     def pieces(self) -> tuple[Piece, ...]:
@@ -134,7 +129,7 @@ class Trace:
 
 
 def made(name: str, tokens: int, requests: int, seed: int, count: Callable[[str], int]) -> Trace:
-    """One of `MADE_TRACES`, prompts of about so many tokens."""
+    """One of `TRACES`, prompts of about so many tokens."""
     rng = random.Random(f"{seed}:{name}")
     return Trace(name, tuple(_MADE[name](rng, tokens, requests)), count)
 
@@ -182,42 +177,4 @@ def _rag(rng: random.Random, tokens: int, requests: int) -> Iterable[TraceReques
         yield TraceRequest((instructions,), (), tuple(chosen), Piece(f"question {number}", 24))
 
 
-_MADE = dict(zip(MADE_TRACES, (_agent, _chat, _rag), strict=True))
-
-
-def read(path: Path, requests: int, speed: float, count: Callable[[str], int]) -> Trace:
-    """The first requests of a file in RAGPulse's format, or of the folder with its files, `speed` times as fast.
-
-    Raises ValueError for lines of another kind, and pieces without a length.
-    """
-    folder, file = (path, path / TRACE_FILE) if path.is_dir() else (path.parent, path)
-    lengths: dict[int, int] = {}
-    found: list[TraceRequest] = []
-    try:
-        for name in LENGTHS:
-            if (listed := folder / f"{name}.jsonl").exists():
-                lengths |= dict(tuple(row.values()) for row in _rows(listed))
-        for row in islice(_rows(file), requests):
-            pieces = {
-                kind: tuple(Piece(f"text {number}", lengths[number]) for number in numbers)
-                for kind, numbers in row["hash_ids"].items()
-            }
-            context = (piece for kind in ("passages_ids", "history", "web_search") for piece in pieces.get(kind, ()))
-            (question,) = pieces["user_input"]
-            at = float(row["timestamp"]) / speed
-            found.append(TraceRequest(pieces.get("sys_prompt", ()), (), tuple(context), question, at))
-    except (AttributeError, KeyError, TypeError, ValueError) as error:
-        raise ValueError(
-            f"{path}, request {len(found) + 1}: {type(error).__name__}: {error}. Lines are those of RAGPulse's "
-            f"{TRACE_FILE}, and beside it are the lengths of pieces, in {', '.join(LENGTHS)} (.jsonl)"
-        ) from error
-    if not found:
-        raise ValueError(f"{file} has no requests")
-    begin = found[0].at or 0.0
-    return Trace(path.stem, tuple(replace(each, at=(each.at or 0.0) - begin) for each in found), count)
-
-
-def _rows(file: Path) -> Iterator[dict[str, Any]]:
-    """The objects of a file of lines."""
-    with file.open(encoding="utf-8") as lines:
-        yield from (json.loads(line) for line in lines if line.strip())
+_MADE = dict(zip(TRACES, (_agent, _chat, _rag), strict=True))

@@ -18,7 +18,7 @@ from comb.documents.document import Document
 
 PLAIN, COMB = "plain vLLM", "comb"
 MODEL = "bench"  # the name under which both serve
-MADE_TRACES = ("agent", "chat", "rag")
+TRACES = ("agent", "chat", "rag")
 
 _SUBJECTS = ("The harbour", "A quiet street", "The old library", "The weather station", "A small bakery", "The river")
 _VERBS = ("was repaired", "was painted", "was photographed", "was mentioned in a letter", "was visited by students")
@@ -54,13 +54,9 @@ class ServeBenchOptions(OutOptions):
     rates: Annotated[str, typer.Option(help="of arrivals per second, or auto: around what each server does")] = "auto"
     seconds: Annotated[float, typer.Option(min=0.1, help="of arrivals per rate")] = 30.0
     together: Annotated[int, typer.Option(min=1, help="clients that ask about the same documents at once")] = 16
-    trace: Annotated[
-        str | None,
-        typer.Option(help="clients that change nothing instead: agent, chat, rag, or files as of RAGPulse"),
-    ] = None
-    prompt_tokens: Annotated[int, typer.Option(min=256, help="of a made trace's prompts, about so many")] = 2048
-    pause: Annotated[float, typer.Option(min=0, help="seconds before a made trace's next request")] = 1.0
-    speed: Annotated[float, typer.Option(min=1e-6, help="as many times as fast as a trace was recorded")] = 1.0
+    trace: Annotated[str | None, typer.Option(help="clients that change nothing instead: agent, chat or rag")] = None
+    prompt_tokens: Annotated[int, typer.Option(min=256, help="of a trace's prompts, about so many")] = 2048
+    pause: Annotated[float, typer.Option(min=0, help="seconds before a trace's next request")] = 1.0
     soak: Annotated[int, typer.Option(min=0, help="further requests to comb, memory watched")] = 0
     one_at_a_time: Annotated[bool, typer.Option(help="for a machine that can't hold both servers")] = False
     timeout: Annotated[float, typer.Option(help="seconds after which a request has failed")] = 300.0
@@ -76,6 +72,8 @@ class ServeBenchOptions(OutOptions):
         least, most = self.lengths
         if self.trace is not None and (self.checkpoint is None or self.method is None):
             raise ValueError("--trace is for a plain model whose segments are found: give --checkpoint and --method")
+        if self.trace not in (None, *TRACES):
+            raise ValueError(f"--trace is one of {', '.join(TRACES)}, not {self.trace!r}")
         if not 1 <= least <= most:
             raise ValueError(f"--document-tokens {self.document_tokens}: at least one token, the shorter length first")
 
