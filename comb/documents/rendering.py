@@ -19,8 +19,6 @@ from itertools import pairwise
 from pathlib import PurePath
 from typing import Any
 
-from tokenizers import Tokenizer
-
 from comb.documents.messages import DOCUMENTS, Generated, Message, Reference, message_parts
 from comb.locks import lock_of
 
@@ -329,6 +327,8 @@ def _with_special_tags(tokenizer: Any, size: int, tags: frozenset[int]) -> Any:
 def _without_pieces(tokenizer: Any, size: int, special: frozenset[int]) -> Any:
     """A copy whose model finds none of the `special` tokens in a text: told to split them, tokenizers still look into
     their model's vocabulary. None for BPE, which has only what its merges make: an ordinary word."""
+    from tokenizers import Tokenizer
+
     with lock_of(tokenizer):
         own = copy.deepcopy(tokenizer)
     state = json.loads(own.backend_tokenizer.to_str())
