@@ -20,6 +20,7 @@ from transformers.configuration_utils import PretrainedConfig
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 from comb.backbones.unpublished import public_name
+from comb.files import read_json
 
 logger = logging.getLogger(__name__)
 
@@ -146,6 +147,16 @@ def is_adapter(config: Mapping[str, Any]) -> bool:
         and model_type in CONFIG_MAPPING
         and issubclass(CONFIG_MAPPING[model_type], AdapterConfig)
     )
+
+
+def check_no_model_in(folder: str | Path) -> None:
+    """Raises ValueError for a folder with a model that is no adapter: saved there, an adapter would replace it."""
+    path = Path(folder) / "config.json"
+    if path.is_file() and not is_adapter(config := read_json(path, "remove it, or give another folder")):
+        raise ValueError(
+            f"{folder} holds a model of another kind ({config.get('model_type')!r}), which an adapter saved "
+            "there would replace: give another folder"
+        )
 
 
 def trained_method(model: Any) -> str | None:

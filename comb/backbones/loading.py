@@ -13,6 +13,7 @@ from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AutoConfig, AutoModelForCa
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 from comb.backbones import backbones
+from comb.backbones.adapter import is_adapter
 from comb.backbones.damage import check_files, check_settings, damage_of, explained, headers, local_folder
 from comb.backbones.gguf import SUFFIX, convert, gguf_file
 from comb.backbones.settings import PEFT
@@ -87,13 +88,19 @@ def backbone_beside(backbone_name: str, adapter: str | Path) -> str:
 
 
 def backbone_of_adapter(config: Any, adapter: str | Path) -> str:
-    """`backbone_beside` of what an adapter's configuration names. Raises ValueError if it names none."""
+    """`backbone_beside` of what an adapter's configuration names. Raises ValueError if that is none, or an adapter."""
     if not config.backbone_name_or_path:
         raise ValueError(
             f"{Path(adapter) / 'config.json'} doesn't name its backbone: say where it is (--backbone, or "
             "backbone=...), or set backbone_name_or_path to its Hub id or folder"
         )
-    return backbone_beside(config.backbone_name_or_path, adapter)
+    place = backbone_beside(config.backbone_name_or_path, adapter)
+    if (own := Path(place) / "config.json").is_file() and is_adapter(read_json(own)):  # itself: loaded without an end
+        raise ValueError(
+            f"{Path(adapter) / 'config.json'} names {place} as its backbone, which is an adapter itself: say where its "
+            "backbone is (--backbone, or backbone=...)"
+        )
+    return place
 
 
 def trained_quantised(config: Any, backbone: str | Path) -> Any:

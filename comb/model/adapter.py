@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 from transformers import GenerationConfig, PreTrainedModel
 
-from comb.backbones.adapter import AdapterConfig, check_fingerprint, fingerprint
+from comb.backbones.adapter import AdapterConfig, check_fingerprint, check_no_model_in, fingerprint
 from comb.backbones.damage import TOKENIZER_FILES, explained
 from comb.backbones.discovery import UnsupportedBackboneError
 from comb.backbones.loading import HUB_ARGUMENTS, backbone_of_adapter, load_backbone, trained_quantised
@@ -148,11 +148,13 @@ class AdapterModel(PreTrainedModel):
             state_dict, kwargs: as in transformers.
 
         Raises:
+            ValueError: for a folder with a model that is no adapter.
             OSError: if it can't be written, as on a full disk; what was in the folder before is intact.
         """
         from comb.hub.push import push, write_card  # only saving renders a card
 
         folder = Path(save_directory)
+        check_no_model_in(folder)
         if tokenizer is not None:
             self.config.tokenizer_fingerprint = tokenizer_fingerprint(tokenizer)
         # our names are the format: conversions that transformers knows for the backbone's weights don't apply

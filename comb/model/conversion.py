@@ -19,7 +19,7 @@ from safetensors.torch import load_file
 from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig, PreTrainedConfig, PreTrainedModel
 
-from comb.backbones.adapter import fingerprint
+from comb.backbones.adapter import check_no_model_in, fingerprint
 from comb.backbones.damage import check_files, explained
 from comb.backbones.tracebacks import named
 from comb.backbones.whole import check_finite
@@ -63,8 +63,7 @@ def convert_release(source: str | Path, target: str | Path, *, backbone_name: st
         ValueError: if `source` isn't in the release's layout, naming what differs.
     """
     source, target = Path(source), Path(target)
-    if source.resolve() == target.resolve():
-        raise ValueError(f"source and target are the same folder ({source}): the checkpoint would be overwritten")
+    check_no_model_in(target)  # as `source` is
     release = _read_config(source)
     check_files(source)
     with named(source), explained(source):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import logging
 import re
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -105,6 +106,24 @@ def test_nothing_of_the_adapter_before_stays_in_its_folder(saved: Path, shards: 
     assert again.chat_template is None
     model.save_pretrained(folder, tokenizer=again, max_shard_size=shards[1])  # the folder it is from
     assert AutoTokenizer.from_pretrained(folder).get_vocab() == tokenizer.get_vocab()
+
+
+def test_a_model_s_folder_is_not_written_over(saved: Path) -> None:
+    model = CombForCausalLM.from_pretrained(saved / "adapter")
+    before = {path.name: path.read_bytes() for path in (saved / "backbone").iterdir()}
+    with pytest.raises(ValueError, match=r"backbone holds a model of another kind \('llama'\).* give another folder"):
+        model.save_pretrained(saved / "backbone", tokenizer=byte_tokenizer())
+    assert {path.name: path.read_bytes() for path in (saved / "backbone").iterdir()} == before
+
+
+@pytest.mark.parametrize("other", [".", "../second"])
+def test_an_adapter_is_nobody_s_backbone(saved: Path, other: str) -> None:
+    shutil.copytree(saved / "adapter", saved / "second")
+    edit(saved / "adapter" / "config.json", backbone_name_or_path=f"./{other}")
+    message = r"adapter/config.json names \S+ as its backbone, which is an adapter itself: say where .*--backbone"
+    with pytest.raises(ValueError, match=message):
+        CombForCausalLM.from_pretrained(saved / "adapter")
+    CombForCausalLM.from_pretrained(saved / "adapter", backbone=saved / "backbone")
 
 
 def test_dtype_reaches_backbone_and_adapter(saved: Path) -> None:
@@ -362,7 +381,7 @@ def test_folders_that_are_no_release_are_refused(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=r"no config\.json"):
         convert_release(tmp_path, tmp_path / "out")
     source = write_release(tmp_path / "release")
-    with pytest.raises(ValueError, match="would be overwritten"):
+    with pytest.raises(ValueError, match="release holds a model of another kind"):
         convert_release(source, source)
 
 

@@ -213,6 +213,13 @@ def test_what_stands_in_the_way_of_the_results_is_named_before_the_training(
         assert not (out / "log.jsonl").exists()
 
 
+def test_a_model_s_own_folder_is_no_output_dir(file_for: Callable[..., str], tiny: Path, tmp_path: Path) -> None:
+    shutil.copytree(tiny, tmp_path / "model")
+    result = invoke("train", file_for(answers="gold"), f"train.output_dir={tmp_path / 'model'}")
+    assert re.search("train.output_dir: .*model holds a model of another kind", str(result.exception))
+    assert {path.name for path in (tmp_path / "model").iterdir()} == {path.name for path in tiny.iterdir()}
+
+
 def test_a_run_without_an_evaluation_ends_well(file_for: Callable[..., str], tmp_path: Path) -> None:
     path, losses = file_for(answers="gold", steps=2), []
     for options in (["eval.methods=[]"], ["eval.limit=0"], ["--no-eval"], ["eval.methods=[comb]"]):

@@ -10,6 +10,7 @@ from typing import Any
 
 from transformers import set_seed
 
+from comb.backbones.adapter import check_no_model_in
 from comb.backbones.attention_calls import choose_attention
 from comb.backbones.discovery import inspect_backbone
 from comb.documents.datasets import Counts
@@ -57,6 +58,7 @@ def prepare(config: Config, *, resume: str | Path | None = None) -> PreparedRun:
         try:
             check_writable(folder, *files)
             if files:
+                check_no_model_in(folder)
                 read_card(Path(folder))  # which the adapter's own is written into
         except ValueError as error:
             raise ValueError(f"{name}: {error}") from error
