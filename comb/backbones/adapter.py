@@ -203,7 +203,8 @@ def backbone_fingerprint(model: PreTrainedModel) -> str:
 def check_fingerprint(model: PreTrainedModel, expected: dict[str, Any], name: str) -> None:
     """Raises ValueError if `model` isn't the backbone that `expected` was taken from."""
     found = fingerprint(model)
-    hint = f"this adapter belongs to {name or 'another backbone'}: load it onto that one (backbone=...)"
+    where = "--backbone, model.backbone or backbone=..."
+    hint = f"this adapter belongs to {name or 'another backbone'}: load it onto that one ({where})"
     if found["embedding_shape"] != expected["embedding_shape"]:
         raise ValueError(
             f"the backbone's embedding table is {found['embedding_shape']}, the adapter was trained on "

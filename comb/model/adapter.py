@@ -13,10 +13,11 @@ import torch
 from torch import Tensor, nn
 from transformers import GenerationConfig, PreTrainedModel
 
+from comb.backbones import backbones
 from comb.backbones.adapter import AdapterConfig, check_fingerprint, check_no_model_in, fingerprint
 from comb.backbones.damage import TOKENIZER_FILES, explained
 from comb.backbones.discovery import UnsupportedBackboneError
-from comb.backbones.loading import HUB_ARGUMENTS, backbone_of_adapter, load_backbone, trained_quantised
+from comb.backbones.loading import HUB_ARGUMENTS, backbone_of_adapter, is_hub_id, load_backbone, trained_quantised
 from comb.backbones.tokenizer import tokenizer_fingerprint
 from comb.backbones.unpublished import write_private
 from comb.files import rewritten, share_weights
@@ -114,6 +115,9 @@ class AdapterModel(PreTrainedModel):
             loaded = load_backbone(backbone, **kwargs)
         if settings.backbone_fingerprint is not None:
             check_fingerprint(loaded, settings.backbone_fingerprint, settings.backbone_name_or_path)
+        known = is_hub_id(settings.backbone_name_or_path) or settings.backbone_name_or_path in backbones  # by others
+        if isinstance(backbone, str | Path) and not known and Path(backbone).exists():
+            settings.backbone_name_or_path = str(Path(backbone).resolve())  # it isn't where it was: saved as it is now
         model = cls(settings, loaded)
         weights = read_weights(name_or_path, **hub)
         if adapter_dtype is None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import shutil
 import signal
 import stat
 from collections.abc import Callable, Iterator
@@ -16,7 +17,7 @@ import yaml
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from comb_training.trainer.objective import heldout_losses
-from tests.helpers.training import invoke
+from tests.helpers.training import backbone, invoke
 
 
 @pytest.fixture
@@ -178,6 +179,27 @@ def test_a_run_goes_on_from_the_adapter_of_another(run: Callable[..., Any], tmp_
     )
     assert begun == [0, pytest.approx(end[1], rel=1e-5)]
     assert begun[1] != pytest.approx(fresh[1], rel=1e-3)
+
+
+def test_a_moved_backbone_is_named_where_it_is_now(run: Callable[..., Any], tiny: Path, tmp_path: Path) -> None:
+    here, there, first, second = (tmp_path / name for name in ("here", "there", "out", "second"))
+    shutil.copytree(tiny, here)
+    assert run("--no-eval", f"model.backbone={here}").exit_code == 0
+    here.rename(there)
+    for file in first.glob("*token*"):  # then it is the backbone's
+        file.unlink()
+    again = [f"model.init_from={first}", f"train.output_dir={second}", f"model.backbone={there}"]
+    for more in (["--dry-run"], ["--no-eval"]):
+        result = run(*again, *more)
+        assert result.exit_code == 0, result.output
+    for options in ([str(first), "--backbone", str(there)], [str(second)]):  # the new one knows where
+        result = invoke("eval", *options)
+        assert result.exit_code == 0, result.output
+    backbone(seed=1).save_pretrained(here)  # another of its size
+    for result in (run(*again[:2], f"model.backbone={here}"), invoke("eval", str(first), "--backbone", str(here))):
+        assert re.search("embedding differs .* this adapter belongs to", str(result.exception))
+    refused = invoke("eval", str(there), "data=rows.jsonl", "--backbone", str(there))
+    assert "is not a COMB adapter" in str(refused.exception)
 
 
 def test_a_dry_run_shows_what_is_not_by_default_whole(run: Callable[..., Any], tmp_path: Path) -> None:

@@ -131,8 +131,9 @@ def answer_prepared(
         if engine == "vllm":
             # as long as it has to be: memory for the cache is what limits how many are answered at once
             longest = min(limit, max(len(example.prompt.flat) for example in asked)) + most
+            place = resolve_name(train.teacher or run.config.model.backbone)
             return VllmEngine(
-                resolve_name(name), stops, most, dtype=settings.dtype, max_model_len=longest, revision=revision,
+                place, stops, most, dtype=settings.dtype, max_model_len=longest, revision=revision,
                 options=engine_options,
             )  # fmt: skip
         pad = padding_id(tokenizer, model)

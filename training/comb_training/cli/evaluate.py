@@ -33,6 +33,7 @@ def evaluate(
     limit: Annotated[int | None, typer.Option(help="Questions at most.")] = None,
     split: Annotated[str, typer.Option(help="heldout, train or all.")] = "heldout",
     out: Annotated[Path | None, typer.Option(help="JSON for the results; a plot is written beside it.")] = None,
+    backbone: Annotated[str | None, typer.Option(help="Load the adapter's backbone from here instead.")] = None,
 ) -> None:
     """Compare methods on held-out data: exact match, F1, ROUGE-L, time to first token, bytes of cache."""
     from comb_training.config import Config, override, trained_config
@@ -81,7 +82,7 @@ def evaluate(
     files = trained.get("files")  # nothing is known of older adapters'
     if same and split == "heldout" and files is not None and not {*file_digests(settings.data)} <= {*files}:
         console.print("[yellow]the data isn't what it was at the training: some of what is asked may be trained on[/]")
-    model = load_checkpoint(checkpoint, settings)
+    model = load_checkpoint(checkpoint, settings, backbone=backbone)
     # what was trained with is in the adapter's own template
     arguments = settings.data.chat_template_kwargs
     tokenizer = load_tokenizer(checkpoint, model, chat_template_kwargs=arguments)

@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from comb.backbones.loading import HUB_ARGUMENTS, load_config, resolve_name
+from comb.backbones.loading import load_config, resolve_name
 from comb.backbones.rotary import prompt_limit
 from comb.evaluation.placement import fit_blocks
 from comb.model.config import CombConfig
@@ -19,6 +19,7 @@ from comb_training.config import Config
 from comb_training.data.batches import TrainingExample
 from comb_training.models.method import (
     TrainingMethod,
+    adapter_place,
     device_of,
     dtype_of,
     trained_options,
@@ -100,12 +101,6 @@ class CombTraining(TrainingMethod):
 
     def bare(self, inputs: Mapping[str, Any]) -> dict[str, Any]:
         return {**inputs, "documents": None}
-
-
-def adapter_place(config: Config) -> dict[str, Any]:
-    """Of `model.options`, those that say where the adapter of `model.init_from` is."""
-    wanted = ("revision", "subfolder", *HUB_ARGUMENTS)
-    return {name: value for name, value in config.model.options.items() if name in wanted}
 
 
 def check_rank(rank: int | None, adapter: CombConfig) -> None:

@@ -14,12 +14,13 @@ from typing import Any, ClassVar
 
 import torch
 
-from comb.backbones.loading import HUB_ARGUMENTS, load_config, load_model, resolve_name
+from comb.backbones.loading import HUB_ARGUMENTS, backbone_of_adapter, load_config, resolve_name
 from comb.backbones.rotary import prompt_limit
 from comb.backbones.settings import PEFT
 from comb.backbones.tokenizer import load_tokenizer
 from comb.documents.datasets import Counts
 from comb.files import read_json
+from comb.model.source import ModelSource
 from comb.registry import Registry
 from comb_training.config import Config
 from comb_training.data.batches import Collator, TrainingExample
@@ -41,10 +42,11 @@ class TrainingMethod(ABC):
         assert config.model.init_from is not None
         if shaping := sorted(shaping_options(self.adapter, config.model.options).keys() - {"adapter_dtype"}):
             raise ValueError(f"model.options {', '.join(shaping)} can't change the adapter of model.init_from")
+        settings = load_config(config.model.init_from, self.adapter.config_class, **adapter_place(config))
         model = self.adapter.from_pretrained(
-            resolve_name(config.model.init_from), dtype=dtype_of(config.model.dtype), **trained_options(config)
-        )
-        check_backbone(config, model.config.backbone_name_or_path)
+            resolve_name(config.model.init_from), backbone=other_backbone(config, settings),
+            dtype=dtype_of(config.model.dtype), **trained_options(config),
+        )  # fmt: skip
         model.requires_grad_(True).backbone.requires_grad_(False)
         return model
 
@@ -86,13 +88,36 @@ def training_method(name: str) -> TrainingMethod:
     return training_methods.get(name)()
 
 
-def check_backbone(config: Config, own: str) -> None:
-    """Raises ValueError unless `model.backbone` is that of `model.init_from`, which is what trains."""
-    name = config.model.backbone
-    if own not in (name, str(Path(name).resolve())):
+def adapter_place(config: Config) -> dict[str, Any]:
+    """Of `model.options`, those that say where the adapter of `model.init_from` is."""
+    wanted = ("revision", "subfolder", *HUB_ARGUMENTS)
+    return {name: value for name, value in config.model.options.items() if name in wanted}
+
+
+def other_backbone(config: Config, settings: Any) -> str | None:
+    """Where the backbone of `model.init_from` is loaded from, if `model.backbone` isn't what that adapter names.
+
+    Raises ValueError if it has other sizes; weights of another are noticed when they are loaded.
+    """
+    assert config.model.init_from is not None
+    name, subfolder = config.model.backbone, config.model.options.get("subfolder", "")
+    try:
+        own = backbone_of_adapter(settings, Path(resolve_name(config.model.init_from)) / subfolder)
+    except (OSError, ValueError):  # it isn't there any more, or not named
+        own = settings.backbone_name_or_path
+    else:
+        if own in (name, str(Path(name).resolve())):
+            return None
+    found, its = (each.get_text_config() for each in (plain_config(name), settings))
+    if settings.backbone_fingerprint is None or any(
+        getattr(found, key, None) != getattr(its, key, None)
+        for key in ("model_type", "hidden_size", "num_hidden_layers", "vocab_size")
+    ):
         raise ValueError(
-            f"model.backbone={name} can't change the adapter of model.init_from, which is on {own}: name that one"
+            f"model.backbone={name} can't change the adapter of model.init_from, which is on {own}: name that one, "
+            "where it is now"
         )
+    return resolve_name(name)
 
 
 def trained_options(config: Config) -> dict[str, Any]:
@@ -123,11 +148,11 @@ def plain_config(backbone: str, **options: Any) -> Any:
     return load_config(backbone, **options)
 
 
-def load_checkpoint(name_or_path: str, config: Config) -> Any:
-    """An adapter with its backbone, or a plain backbone, on the configured device."""
+def load_checkpoint(name_or_path: str, config: Config, *, backbone: str | None = None) -> Any:
+    """An adapter with its backbone (loaded from `backbone`), or a plain backbone, on the configured device."""
     set_threads(config)
-    model: Any = load_model(name_or_path, dtype=dtype_of(config.model.dtype))
-    return model.to(device_of(config)).eval()
+    options = {"dtype": dtype_of(config.model.dtype), "backbone": backbone}
+    return ModelSource(name_or_path, options, str(device_of(config))).load()
 
 
 def model_tokenizer(config: Config, model: Any) -> Any:

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from comb.backbones.loading import HUB_ARGUMENTS, backbone_of_adapter, load_config, resolve_name
+from comb.backbones.loading import HUB_ARGUMENTS, load_config
 from comb.backbones.rotary import front_limit
 from comb.backbones.tokenizer import front_ids, load_tokenizer
 from comb.linktokens.front import LinkTokensConfig, key_values
@@ -21,8 +21,8 @@ from comb.model.lora import add_lora
 from comb.model.modeling import CombForCausalLM
 from comb_training.config import Config
 from comb_training.models import training_method
-from comb_training.models.comb import adapter_place, check_rank
-from comb_training.models.method import check_backbone, dtype_of, plain_config, shaping_options
+from comb_training.models.comb import check_rank
+from comb_training.models.method import adapter_place, dtype_of, other_backbone, plain_config, shaping_options
 
 Trained = CombForCausalLM | LinkTokensForCausalLM
 
@@ -99,7 +99,7 @@ def meta_model(config: Config) -> tuple[Trained, str | None]:
         settings = load_config(config.model.init_from, adapter.config_class, **adapter_place(config))
         if isinstance(settings, CombConfig):
             check_rank(config.train.lora_rank, settings)
-        check_backbone(config, backbone_of_adapter(settings, resolve_name(config.model.init_from)))
+        settings.backbone_name_or_path = other_backbone(config, settings) or settings.backbone_name_or_path
         backbone_config: Any = settings.backbone_config
     else:
         backbone_config, note = find_backbone_config(config)
