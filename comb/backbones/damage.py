@@ -24,7 +24,7 @@ from comb.files import read_json
 _MODEL_FILES = ("config.json", "generation_config.json", "model*.safetensors*", "pytorch_model*", "adapter_*")
 TOKENIZER_FILES = (
     "tokenizer.*", "tokenizer_config.json", "special_tokens_map.json", "chat_template*", "added_tokens.json", "vocab.*",
-    "merges.txt", "*.model", "tekken.json",
+    "merges.txt", "*.model", "tekken.json", "additional_chat_templates/*.jinja",
 )  # fmt: skip
 _SETTINGS = ("config.json", "generation_config.json")
 _TOKENIZER_SETTINGS = ("tokenizer_config.json", "special_tokens_map.json", "chat_template.jinja",

@@ -30,11 +30,10 @@ logger = logging.getLogger(__name__)
 
 CARD = "README.md"
 
-# what an adapter repository holds; everything else in the folder (optimizer state, logs) stays at home
+# what an adapter repository holds; everything else in the folder (optimizer state, logs, code) stays at home
 PUBLISHED = (
     "config.json", "generation_config.json", "model*.safetensors", "model.safetensors.index.json", "README.md",
-    "tokenizer*", "special_tokens_map.json", "vocab.*", "merges.txt", "chat_template*", "added_tokens.json",
-    TRAINING, RESULTS, "*.png",
+    *damage.TOKENIZER_FILES, TRAINING, RESULTS, "*.png",
 )  # fmt: skip
 
 
@@ -114,16 +113,18 @@ def plan_push(folder: str | Path, repo: str, *, api: HfApi | None = None, privat
     there, parent, old = (None, None, set[str]()) if api is None else _read_remote(api, repo, private)
     card, replaces = render(config, folder, repo, weights, here=read_card(folder), there=there, api=api)
     names = {str(path.relative_to(folder)) for path in folder.rglob("*") if path.is_file()} | {CARD}
-    chosen = _published(names)
+    chosen = _matching(names, PUBLISHED)
     # a picture that the card shows is a person's
-    deleted = sorted(name for name in _published(old) - chosen if not (name.endswith(".png") and name in str(card)))
+    deleted = sorted(
+        name for name in _matching(old, PUBLISHED) - chosen if not (name.endswith(".png") and name in str(card))
+    )
     warnings, backbone = [], config.backbone_name
     if not is_hub_id(backbone) and backbone not in backbones:
         warnings.append(
             f"the backbone {backbone!r} is not a Hub id: others can load this adapter only with backbone=..."
         )
-    if "tokenizer.json" not in chosen:
-        warnings.append("there is no tokenizer.json: the backbone's tokenizer will be used")
+    if not _matching(chosen, damage.TOKENIZER_FILES):
+        warnings.append("there is no tokenizer: the backbone's will be used")
     if card.is_own:
         warnings.append(f"{CARD} has no generated part and goes up as it is; without that file, one is generated")
     if "license" not in card.header:
@@ -217,9 +218,9 @@ def read_card(folder: Path) -> Card | None:
     return Card.parse(read_text(path), str(path)) if path.exists() else None
 
 
-def _published(names: Iterable[str]) -> set[str]:
-    # fnmatch's * crosses slashes; only files at the top are published
-    return {name for name in names if "/" not in name and any(fnmatch.fnmatch(name, p) for p in PUBLISHED)}
+def _matching(names: Iterable[str], patterns: Sequence[str]) -> set[str]:
+    # fnmatch's * crosses slashes
+    return {name for name in names for p in patterns if name.count("/") == p.count("/") and fnmatch.fnmatch(name, p)}
 
 
 def _read_remote(api: HfApi, repo: str, private: bool) -> tuple[Card | None, str | None, set[str]]:

@@ -27,7 +27,6 @@ if TYPE_CHECKING:
     from huggingface_hub import HfApi
 
 _WEIGHT_FILES = (WEIGHTS, WEIGHTS_INDEX, "model-*.safetensors")
-_TOKENIZER_FILES = (*TOKENIZER_FILES, "additional_chat_templates/*.jinja")
 
 
 class AdapterModel(PreTrainedModel):
@@ -168,7 +167,7 @@ class AdapterModel(PreTrainedModel):
         if not kwargs.get("is_main_process", True):  # then nothing is written
             super().save_pretrained(folder, state_dict=adapter, **kwargs)
             return
-        with rewritten(folder, _WEIGHT_FILES if tokenizer is None else _WEIGHT_FILES + _TOKENIZER_FILES) as fresh:
+        with rewritten(folder, _WEIGHT_FILES if tokenizer is None else _WEIGHT_FILES + TOKENIZER_FILES) as fresh:
             if tokenizer is not None:
                 tokenizer.save_pretrained(fresh)
             super().save_pretrained(fresh, state_dict=adapter, **kwargs)

@@ -20,7 +20,7 @@ from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig, PreTrainedConfig, PreTrainedModel
 
 from comb.backbones.adapter import check_no_model_in, fingerprint
-from comb.backbones.damage import check_files, explained
+from comb.backbones.damage import TOKENIZER_FILES, check_files, explained
 from comb.backbones.tracebacks import named
 from comb.backbones.whole import check_finite
 from comb.files import read_json, share_weights
@@ -44,7 +44,6 @@ ENCODER_RENAMES = tuple(
         (_CROSS, "cross_blocks."),
     )
 )
-TOKENIZER_FILES = ("tokenizer*", "special_tokens_map.json", "chat_template*", "vocab.*", "merges.txt")
 BACKBONE_PREFIX = "language_model."
 SHARED_EMBEDDING = "chunk_model.embed_tokens.weight"
 
@@ -104,7 +103,9 @@ def convert_release(source: str | Path, target: str | Path, *, backbone_name: st
     model.save_pretrained(target)
     for file in (file for pattern in TOKENIZER_FILES for file in source.glob(pattern)):
         for folder in (target, target / "backbone"):
-            shutil.copy(file, folder)
+            place = folder / file.relative_to(source)
+            place.parent.mkdir(exist_ok=True)
+            shutil.copy(file, place)
     logger.info("wrote the adapter to %s and its backbone to %s", target, target / "backbone")
     return model
 

@@ -57,6 +57,22 @@ def test_plan_names_what_goes_and_what_stays(adapter: Path) -> None:
     assert not any(map(is_hub_id, ("nano", "./backbone", "/abs/path", "a/b/c", "../other/x", "comb/methods")))
 
 
+def test_a_tokenizer_goes_whole(adapter: Path, tmp_path: Path) -> None:
+    tokenizer, before = byte_tokenizer(), set(adapter.rglob("*"))
+    tokenizer.chat_template = {"default": tokenizer.chat_template, "tool_use": tokenizer.chat_template}
+    tokenizer.save_pretrained(adapter)
+    written = {str(path.relative_to(adapter)) for path in set(adapter.rglob("*")) - before if path.is_file()}
+    assert "additional_chat_templates/tool_use.jinja" in written
+    (adapter / "tokenizer.json").unlink()  # as tokenizers without it have
+    more = {"spiece.model", "sentencepiece.bpe.model", "tekken.json"}
+    for name in (*more, "tokenization_mine.py", "additional_chat_templates/notes.txt"):
+        (adapter / name).write_text("{}")
+    plan = plan_push(adapter, "me/tiny")
+    assert {name for name, _ in plan.files} == {*FILES, *written - {"tokenizer.json"}, *more}
+    assert not any("tokenizer" in warning for warning in plan.warnings)
+    assert {"tokenization_mine.py", "additional_chat_templates/notes.txt"} < set(plan.left_out)  # code
+
+
 def test_a_folder_that_is_no_adapter(tmp_path: Path, adapter: Path) -> None:
     with pytest.raises(ValueError, match=r"no config\.json"):
         plan_push(tmp_path, "me/x")
