@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gzip
 import json
 import re
 from dataclasses import replace
@@ -15,7 +16,7 @@ from comb.documents.datasets import hub_id, read_dataset
 from comb.documents.document import PromptBuilder
 from comb_training.config import load_config
 from comb_training.data.mixture import read_examples, read_tokenized
-from comb_training.data.records import load_hub_rows
+from comb_training.data.records import load_hub_rows, read_records
 from tests.helpers.doc_blocks import write_rows
 from tests.helpers.training import invoke
 
@@ -96,6 +97,21 @@ def test_a_folder_is_read_whole_and_its_test_file_is_what_is_held_out(tmp_path: 
     (tmp_path / "none").mkdir()
     with pytest.raises(ValueError, match=f"no .jsonl or .json file in {tmp_path}/none; .* hf://{tmp_path}/none"):
         read_dataset(str(tmp_path / "none"))
+
+
+def test_what_is_not_read_of_a_folder_is_named(tmp_path: Path) -> None:
+    for number, name in enumerate(("a.jsonl", "b.ndjson", "C.JSONL", "d.jsonl.gz", "sub/e.jsonl")):
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        content = "\n".join(map(json.dumps, rows(10 * number, 10))).encode()
+        (tmp_path / name).write_bytes(gzip.compress(content) if name.endswith(".gz") else content)
+    for name in ("f.tsv", "g.jsonl.zst", "h.jsonl.bz2", "i.json", ".hidden", "README.md", "x.PARQUET"):
+        (tmp_path / name).write_text("x")
+    read = read_dataset(str(tmp_path), split="all")
+    assert len(read) == 40
+    left = "README.md, f.tsv, g.jsonl.zst, h.jsonl.bz2, i.json, ..."
+    assert read.counts.noted == {f"files of another kind left out: {left}": 6, "folders left out: sub": 1}
+    for name in ("b.ndjson", "C.JSONL"):
+        assert len(read_records(tmp_path / name, "mine")) == 10
 
 
 def test_a_set_on_the_hub_is_read_by_the_reader_whose_it_is(monkeypatch: pytest.MonkeyPatch) -> None:

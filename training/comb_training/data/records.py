@@ -150,9 +150,9 @@ class DatasetRow:
 
 
 def read_records(path: str | Path, dataset: str, *, lines: bool = False) -> list[DatasetRow]:
-    """All rows of ``.json`` (a list), ``.jsonl``, either with ``.gz``, or of a set on the Hub (``hf://``). `lines`: a
-    file of any name has a row in each line, unless it begins as a list. Raises ValueError when something in the file
-    isn't what it should be."""
+    """All rows of ``.json`` (a list), ``.jsonl`` or ``.ndjson``, with ``.gz`` or not, or of a set on the Hub
+    (``hf://``). `lines`: a file of any name has a row in each line, unless it begins as a list. Raises ValueError when
+    something in the file isn't what it should be."""
     if on_hub(path):
         records: list[DatasetRow] = []
         try:
@@ -168,7 +168,7 @@ def read_records(path: str | Path, dataset: str, *, lines: bool = False) -> list
     path = Path(path)
     content = read_text(path, dataset)
     lines = lines and not content.lstrip().startswith("[")
-    if lines or path.name.removesuffix(".gz").endswith(".jsonl"):
+    if lines or has_lines(path):
         # not splitlines: JSON strings may hold U+2028 and the like
         places = [(number, f"{path}:{number}", line) for number, line in enumerate(content.split("\n"), start=1)]
         records = [DatasetRow(_parsed(line, where), where, number) for number, where, line in places if line.strip()]
@@ -178,6 +178,11 @@ def read_records(path: str | Path, dataset: str, *, lines: bool = False) -> list
             raise ValueError(f"{path}: expected a list of rows, got {type(rows).__name__}")
         records = [DatasetRow(row, f"{path}[{index}]", index) for index, row in enumerate(rows)]
     return _checked(path, records)
+
+
+def has_lines(path: Path) -> bool:
+    """Whether a file has a row in each line, by its name."""
+    return path.name.lower().removesuffix(".gz").endswith((".jsonl", ".ndjson"))
 
 
 def read_object(path: Path, dataset: str) -> DatasetRow:
@@ -193,7 +198,7 @@ def read_text(path: Path, dataset: str) -> str:
     what = f"dataset {dataset!r}: {path}"
     if path.is_dir():
         raise ValueError(f"{what} is a folder: name a file in it")
-    packed = path.suffix == ".gz"
+    packed = path.suffix.lower() == ".gz"
     try:
         data = path.read_bytes()
         if not packed and data.startswith(_GZIP):

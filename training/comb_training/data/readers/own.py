@@ -6,11 +6,10 @@ import re
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from functools import partial
-from itertools import chain
 from pathlib import Path
 
 from comb.documents.document import Document, Example
-from comb_training.data.records import DatasetRow, on_hub, read_alike, read_records
+from comb_training.data.records import DatasetRow, has_lines, on_hub, read_alike, read_records
 from comb_training.data.side import DatasetSide, Split, content_group, reader
 
 _HELDOUT = re.compile(r"(^|[-_.])(test|dev|val(id(ation)?)?|eval(uation)?|held[-_]?out)([-_.]|\d)", re.IGNORECASE)
@@ -42,19 +41,21 @@ def read_jsonl(side: DatasetSide, *, num_documents: int | None = None) -> Iterab
 
 def _files(side: DatasetSide, path: Path) -> tuple[list[Path], Split]:
     """The files of a folder that are read, and the split of what is in them."""
-    found = [[file for pattern in (f"*.{kind}", f"*.{kind}.gz") for file in path.glob(pattern)]
-             for kind in ("jsonl", "json", "csv", "parquet")]  # fmt: skip
-    files = found[0] or found[1]
+    there = sorted(each for each in path.iterdir() if not each.name.startswith("."))
+    found = [each for each in there if each.is_file()]
+    files = [file for file in found if has_lines(file)]
+    files = files or [file for file in found if file.name.lower().removesuffix(".gz").endswith(".json")]
     if not files:
         raise ValueError(f"no .jsonl or .json file in {path}; a folder of parquet files is named hf://{path.resolve()}")
-    for file in chain.from_iterable(found):
-        if file not in files:
-            side.counts.note(f"file of another kind left out: {file.name}")
+    others = [file.name for file in found if file not in files], [each.name for each in there if each not in found]
+    for what, names in zip(("files of another kind", "folders"), others, strict=True):
+        shown = ", ".join([*names[:5], *(["..."] if len(names) > 5 else [])])
+        side.counts.note(f"{what} left out: {shown}", len(names))
     heldout = [file for file in files if _HELDOUT.search(file.name) and not _TRAIN.search(file.name)]
     if side.split == "all" or not heldout or len(heldout) == len(files):
-        return sorted(files), side.split
-    side.counts.note(f"files held out by their names: {', '.join(sorted(file.name for file in heldout))}", len(heldout))
-    return sorted(heldout if side.split == "heldout" else set(files) - set(heldout)), "all"
+        return files, side.split
+    side.counts.note(f"files held out by their names: {', '.join(file.name for file in heldout)}", len(heldout))
+    return heldout if side.split == "heldout" else [file for file in files if file not in heldout], "all"
 
 
 def _example(record: DatasetRow, num_documents: int | None) -> Example | str:
