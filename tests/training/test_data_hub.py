@@ -104,6 +104,19 @@ def test_rows_become_tasks(hub: Path) -> None:
         read_dataset("natural_instructions", f"hf://{hub}")
 
 
+def test_what_save_to_disk_wrote_is_one_line(hub: Path) -> None:
+    from datasets import Dataset, DatasetDict
+
+    rows = Dataset.from_list([{"documents": ["One."], "query": "Which?", "answer": "One"}] * 4)
+    rows.save_to_disk(hub / "one")
+    DatasetDict({"train": rows}).save_to_disk(hub / "dict")
+    for name in ("one", "dict"):
+        for place in (str(hub / name), *([f"hf://{hub / name}"] if name == "one" else [])):
+            with pytest.raises(ValueError, match=rf"{name} was written by save_to_disk of .*: write it with \.to_json"):
+                read_dataset(place)
+    assert len(read_dataset(f"hf://{hub / 'dict'}", split="all")) == 4
+
+
 def test_what_cannot_be_reached_says_what_to_do(hub: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (hub / f"{hub.name}.py").write_text("")
     monkeypatch.setattr("datasets.config.HF_HUB_OFFLINE", True)

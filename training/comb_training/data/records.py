@@ -185,6 +185,15 @@ def has_lines(path: Path) -> bool:
     return path.name.lower().removesuffix(".gz").endswith((".jsonl", ".ndjson"))
 
 
+def check_rows_in(folder: Path, *marks: str) -> None:
+    """Raises ValueError for a folder with one of the files that `save_to_disk` of datasets leaves (`marks`)."""
+    if any((folder / mark).is_file() for mark in marks):
+        raise ValueError(
+            f"{folder} was written by save_to_disk of the package datasets, in a form of its own: write it with "
+            ".to_json('rows.jsonl'), of each split, and name that file"
+        )
+
+
 def read_object(path: Path, dataset: str) -> DatasetRow:
     """A file that holds one JSON object. Raises ValueError if it doesn't."""
     content = _parsed(read_text(path, dataset), str(path))
@@ -282,6 +291,7 @@ def load_hub_rows(path: str, dataset: str) -> Any:
         raise ValueError(
             f"dataset {dataset!r}: {path} needs the package datasets: pip install 'comb-pic[train]' (or datasets)"
         ) from error
+    check_rows_in(Path(name), "state.json")  # the folder of a DatasetDict is read
     try:
         loaded: Any = load_dataset(
             name, options.get("config"), revision=options.get("revision"), split=options.get("split")

@@ -9,7 +9,7 @@ from functools import partial
 from pathlib import Path
 
 from comb.documents.document import Document, Example
-from comb_training.data.records import DatasetRow, has_lines, on_hub, read_alike, read_records
+from comb_training.data.records import DatasetRow, check_rows_in, has_lines, on_hub, read_alike, read_records
 from comb_training.data.side import DatasetSide, Split, content_group, reader
 
 _HELDOUT = re.compile(r"(^|[-_.])(test|dev|val(id(ation)?)?|eval(uation)?|held[-_]?out)([-_.]|\d)", re.IGNORECASE)
@@ -41,6 +41,7 @@ def read_jsonl(side: DatasetSide, *, num_documents: int | None = None) -> Iterab
 
 def _files(side: DatasetSide, path: Path) -> tuple[list[Path], Split]:
     """The files of a folder that are read, and the split of what is in them."""
+    check_rows_in(path, "state.json", "dataset_dict.json")
     there = sorted(each for each in path.iterdir() if not each.name.startswith("."))
     found = [each for each in there if each.is_file()]
     files = [file for file in found if has_lines(file)]
