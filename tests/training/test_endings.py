@@ -97,6 +97,26 @@ def test_ctrl_c_once_saves_scores_and_says_how_to_go_on(
     assert json.loads((out / "training.json").read_text())["ended_by"] == "steps"
 
 
+@pytest.mark.parametrize(
+    ("launcher", "start"),
+    [
+        ({}, "comb train"),
+        ({"LOCAL_WORLD_SIZE": "2"}, "torchrun --standalone --nproc_per_node 2 -m comb_training.train"),
+        ({"LOCAL_WORLD_SIZE": "2", "GROUP_WORLD_SIZE": "3"},
+         "torchrun --nnodes 3 --nproc_per_node 2 -m comb_training.train"),
+    ],
+)  # fmt: skip
+def test_the_command_to_go_on_starts_what_was_started(
+    run: Callable[..., Any], at_step: Any, tmp_path: Path, launcher: dict[str, str], start: str
+) -> None:
+    at_step(1, interrupt)
+    with pytest.MonkeyPatch.context() as environment:
+        for name, value in launcher.items():
+            environment.setenv(name, value)
+        stopped = run("--no-eval")
+    assert f"to go on:\n{start} {tmp_path}/recipe.yaml --resume auto --no-eval\n" in stopped.output
+
+
 @pytest.mark.parametrize("save_steps", ["null", "4"])
 def test_a_signal_during_the_last_score_is_heard(
     run: Callable[..., Any], monkeypatch: pytest.MonkeyPatch, tmp_path: Path, save_steps: str

@@ -50,7 +50,8 @@ def train(
     from comb_training.train import rehearse_evaluation, run_training
     from comb_training.trainer import distributed
 
-    evaluation = evaluation and settings.eval.limit > 0 and bool(settings.eval.methods)
+    wanted = evaluation
+    evaluation = wanted and settings.eval.limit > 0 and bool(settings.eval.methods)
     with of_file(config, overrides or []):
         if evaluation:
             check_methods(settings)
@@ -93,7 +94,8 @@ def train(
         console.print(f"loss {losses[0]:.4f} -> {losses[-1]:.4f} in {record['steps']} steps, {record['seconds']:.0f} s")
     show_heldout(record["heldout"])
     if result.terminated:
-        again = ["comb", "train", str(config), *(overrides or []), "--resume", "auto"]
+        again = [*distributed.launcher(), str(config), *(overrides or []), "--resume", "auto"]
+        again += [] if wanted else ["--no-eval"]
         console.print(
             f"stopped by {result.terminated} after step {record['steps']}; the adapter as it is: "
             f"{escape(str(result.checkpoint))}; to go on:\n{escape(shlex.join(again))}",

@@ -29,6 +29,15 @@ def is_main() -> bool:
     return rank() == 0
 
 
+def launcher() -> list[str]:
+    """How a command line of this run begins: with `torchrun` where that has started it, on as many processes."""
+    if (local := os.environ.get("LOCAL_WORLD_SIZE")) is None:
+        return ["comb", "train"]
+    nodes = os.environ.get("GROUP_WORLD_SIZE", "1")
+    where = ["--standalone"] if nodes == "1" else ["--nnodes", nodes]  # and how they meet, which isn't known here
+    return ["torchrun", *where, "--nproc_per_node", local, "-m", "comb_training.train"]
+
+
 def _reduced(values: Sequence[float], operation: Any) -> list[float]:
     if world_size() == 1:
         return list(values)
