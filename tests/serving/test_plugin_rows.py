@@ -134,6 +134,36 @@ def test_ranks_divide_the_pool() -> None:
 
 
 @pytest.mark.vllm
+def test_documents_that_this_instance_has_not_signed_are_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As under `vllm serve` alone, where there is no instance, and beside another one."""
+    pytest.importorskip("vllm")
+    from comb_serving.vllm.scheduler import check_request
+
+    def check(token: object) -> Capability | None:
+        given = SimpleNamespace(extra_args={KEY: token})
+        return check_request(
+            SimpleNamespace(sampling_params=given, request_id="x", cache_salt=MARK, prompt_token_ids=[1])
+        )
+
+    monkeypatch.delenv("COMB_INSTANCE_DIR", raising=False)
+    for made in (token(A), "made up", ""):
+        with pytest.raises(ValueError, match="keeps no documents"):
+            check(made)
+    monkeypatch.setenv("COMB_INSTANCE_DIR", str(tmp_path))
+    with pytest.raises(ValueError, match="no instance's folder"):
+        check(token(A))
+    (tmp_path / "secret").write_bytes(SECRET)
+    for made in (token(A, secret=b"another's"), "made up", ""):
+        with pytest.raises(ValueError, match="not signed by this instance"):
+            check(made)
+    assert check(token(A)) is not None
+    with pytest.raises(ValueError, match="were lost"):
+        check(None)
+
+
+@pytest.mark.vllm
 def test_the_v2_model_state_sets_the_step(documents: RequestDocuments, monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("vllm")
     from vllm.config import CUDAGraphMode

@@ -135,7 +135,7 @@ def check_reserved(body: dict[str, Any]) -> None:
     inner = sampling.get("extra_args") if isinstance(sampling, dict) else None
     for holder in (body, body.get("vllm_xargs"), sampling, inner):
         for name in _RESERVED_FOR_US:
-            if isinstance(holder, dict) and holder.get(name):
+            if isinstance(holder, dict) and holder.get(name) is not None:
                 raise RequestError(400, f"{name} is not a field of requests", param=name)
 
 
