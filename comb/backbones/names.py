@@ -160,8 +160,10 @@ def _qualified(value: Any) -> str:
 def _installed() -> tuple[str, ...]:
     """Folders of code that nobody edits: code of a model's own among it, whose folder is called after its text."""
     paths = sysconfig.get_paths()
-    own = (str(Path(__file__).parents[1]), *(str(Path(each.__file__ or "").parent) for each in (torch, transformers)))
-    folders = (*(paths[key] for key in ("stdlib", "purelib", "platlib")), *own, HF_MODULES_CACHE)
+    # where these two are installed, others are, too: a user's own site-packages, say
+    beside = (str(Path(each.__file__ or "").parents[1]) for each in (torch, transformers))
+    own = str(Path(__file__).parents[1])
+    folders = (*(paths[key] for key in ("stdlib", "purelib", "platlib")), *beside, own, HF_MODULES_CACHE)
     return tuple(f"{each}{os.sep}" for each in folders)
 
 
