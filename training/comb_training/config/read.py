@@ -198,7 +198,8 @@ def _describe(mistake: Any) -> str:
 def trained_config(folder: str | Path) -> Config | None:
     """The configuration an adapter was trained with, from its training.json; None if there is none.
 
-    Its device is not that of this machine, and keys that there are no more say nothing of how it is asked.
+    Its device is not that of this machine, and keys that there are no more say nothing of how it is asked; those that
+    were not set aren't even named.
     """
     record = read_training(folder)
     if record is None:
@@ -208,7 +209,7 @@ def trained_config(folder: str | Path) -> Config | None:
     for section, keys in record["config"].items():
         if section in SECTIONS and isinstance(keys, dict):
             known = {field.name for field in fields(SECTIONS[section])}
-            gone += [f"{section}.{key}" for key in keys if key not in known]
+            gone += [f"{section}.{key}" for key, value in keys.items() if key not in known and value is not None]
             # an earlier version's method `block` trained a backbone, which is asked as any other
             known -= {"device", "method"} if keys.get("method") == "block" else {"device"}
             keys = {key: value for key, value in keys.items() if key in known}
