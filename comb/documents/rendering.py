@@ -273,16 +273,13 @@ def plain_ids(tokenizer: Any, text: str, tags: frozenset[int] = frozenset()) -> 
     """
     # mistral_common's read no special token in any text
     ids = encoded(tokenizer, text, **({} if makes_tokens(tokenizer) else {"split_special_tokens": True}))
-    special = tags | (set(tokenizer.all_special_ids) - {getattr(tokenizer, "unk_token_id", None)})
-    if special.isdisjoint(ids):
+    structure = tags | (set(tokenizer.all_special_ids) - {getattr(tokenizer, "unk_token_id", None)})
+    if structure.isdisjoint(ids):
         return tuple(ids)
     if getattr(tokenizer, "is_fast", False):
-        own = _without_pieces(tokenizer, len(tokenizer), special)
-        if own is None:
-            return tuple(ids)
-        ids = encoded(own, text, split_special_tokens=True)
+        return tuple(encoded(_speller(tokenizer, len(tokenizer), structure), text, split_special_tokens=True))
     # one written in Python may not know that option
-    _check_text(tokenizer, ids, special)
+    _check_text(tokenizer, ids, structure)
     return tuple(ids)
 
 
@@ -292,15 +289,9 @@ def document_ids(tokenizer: Any, text: str) -> tuple[int, ...]:
     Those are rarely special tokens, and parsers look for them in the whole prompt: what the chat template writes of a
     tokenizer's added tokens.
     """
-    ids = plain_ids(tokenizer, text)
     if makes_tokens(tokenizer):
-        return ids
-    tags = _tags(tokenizer, len(tokenizer), str(getattr(tokenizer, "chat_template", None)))
-    if tags.isdisjoint(ids):
-        return ids
-    if not getattr(tokenizer, "is_fast", False):
-        _check_text(tokenizer, ids, tags)
-    return plain_ids(_with_special_tags(tokenizer, len(tokenizer), tags), text, tags)
+        return plain_ids(tokenizer, text)
+    return plain_ids(tokenizer, text, _tags(tokenizer, len(tokenizer), str(getattr(tokenizer, "chat_template", None))))
 
 
 # what is kept of a tokenizer has its number of tokens beside it, as it may be given new ones
@@ -313,32 +304,24 @@ def _tags(tokenizer: Any, size: int, template: str) -> frozenset[int]:
 
 
 @lru_cache(8)
-def _with_special_tags(tokenizer: Any, size: int, tags: frozenset[int]) -> Any:
-    """A copy, to which these are special tokens."""
-    with lock_of(tokenizer):
-        own = copy.deepcopy(tokenizer)
-    for tag in (own.added_tokens_decoder[id] for id in tags):
-        tag.special = True
-        own.backend_tokenizer.add_special_tokens([tag])
-    return own
-
-
-@lru_cache(8)
-def _without_pieces(tokenizer: Any, size: int, special: frozenset[int]) -> Any:
-    """A copy whose model finds none of the `special` tokens in a text: told to split them, tokenizers still look into
-    their model's vocabulary. None for BPE, which has only what its merges make: an ordinary word."""
+def _speller(tokenizer: Any, size: int, structure: frozenset[int]) -> Any:
+    """A copy that finds these tokens in no text: told to split special ones, tokenizers still find others that were
+    added, and look into their model's vocabulary."""
     from tokenizers import Tokenizer
 
     with lock_of(tokenizer):
         own = copy.deepcopy(tokenizer)
+    for tag in (tag for id, tag in own.added_tokens_decoder.items() if id in structure and not tag.special):
+        tag.special = True
+        own.backend_tokenizer.add_special_tokens([tag])
     state = json.loads(own.backend_tokenizer.to_str())
+    if state["model"]["type"] == "BPE":  # which finds only what its merges make: an ordinary word
+        return own
     vocab, secret = state["model"]["vocab"], secrets.token_hex()  # a piece that no text spells
-    if state["model"]["type"] == "BPE":
-        return None
     if isinstance(vocab, dict):
-        vocab = {f"{secret}{id}" if id in special else piece: id for piece, id in vocab.items()}
+        vocab = {f"{secret}{id}" if id in structure else piece: id for piece, id in vocab.items()}
     else:
-        vocab = [(f"{secret}{id}" if id in special else piece, score) for id, (piece, score) in enumerate(vocab)]
+        vocab = [(f"{secret}{id}" if id in structure else piece, score) for id, (piece, score) in enumerate(vocab)]
     state["model"]["vocab"] = vocab
     own.backend_tokenizer.model = Tokenizer.from_str(json.dumps({**state, "added_tokens": []})).model
     return own
