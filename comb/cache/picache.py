@@ -21,7 +21,7 @@ from torch import Tensor
 from comb.registry import Registry
 from comb.waits import moved
 
-KEY_VERSION = 1
+KEY_VERSION = 2
 FORMAT_VERSION = 1
 _METADATA = {"format_version", "kind", "fingerprint", "key", "checksum"}
 
@@ -216,7 +216,7 @@ class DecoderPICache(PICache):
 def content_key(
     token_ids: Sequence[int] | Tensor, *, fingerprint: str, method: str, dtype: torch.dtype | str, salt: str = ""
 ) -> str:
-    """The PICache's key: sha256 hex over everything that changes its content, and over the tenant's `salt`.
+    """The PICache's key: `document_key`, and behind a hyphen a digest of all else that changes its content.
 
     Args:
         token_ids: the segment's ids, at least one, each >= 0.
@@ -228,6 +228,14 @@ def content_key(
     Raises:
         ValueError: no ids, or an id that is not an integer >= 0.
     """
+    return compiled_key(document_key(token_ids, salt), fingerprint, method, str(dtype).removeprefix("torch."))
+
+
+def document_key(token_ids: Sequence[int] | Tensor, salt: str = "") -> str:
+    """What the keys of all PICaches of a tenant's document begin with, whatever compiles it: sha256 hex.
+
+    Raises ValueError as `content_key` does.
+    """
     ids = token_ids.tolist() if isinstance(token_ids, Tensor) else list(token_ids)
     if not ids:
         raise ValueError("content_key expects at least one token id, got none; leave empty documents out")
@@ -237,8 +245,20 @@ def content_key(
         raise ValueError(f"content_key expects integer token ids, got {ids[:8]}...: {error}") from error
     if min(ids) < 0:
         raise ValueError(f"content_key expects token ids >= 0, got {min(ids)}")
-    fields = ["comb-picache", str(KEY_VERSION), fingerprint, method, str(dtype).removeprefix("torch."), salt]
-    return framed_sha256([*(field.encode("utf-8", "surrogatepass") for field in fields), encoded])
+    return framed_sha256([b"comb-document", salt.encode("utf-8", "surrogatepass"), encoded])
+
+
+def compiled_key(key: str, *how: str) -> str:
+    """The key of the document of `key`, compiled as `key` says and as `how` says."""
+    made = framed_sha256(
+        text.encode("utf-8", "surrogatepass") for text in ("comb-picache", str(KEY_VERSION), key, *how)
+    )
+    return f"{document_of(key)}-{made[:32]}"
+
+
+def document_of(key: str) -> str:
+    """The `document_key` that a PICache's key begins with."""
+    return key.partition("-")[0]
 
 
 def framed_sha256(parts: Iterable[bytes | memoryview]) -> str:

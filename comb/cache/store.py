@@ -32,7 +32,7 @@ from pathlib import Path
 import torch
 
 from comb.cache.index import CacheIndex, Claim, IndexEntry
-from comb.cache.picache import PICache
+from comb.cache.picache import PICache, document_of
 from comb.cache.tiers import DiskTier, MemoryTier, StoreEntry
 
 logger = logging.getLogger(__name__)
@@ -407,6 +407,13 @@ class PICacheStore:
         with self._changed:
             self._index.get(key)  # what has expired isn't there
             return self._index.drop(key)
+
+    def remove_document(self, name: str) -> None:
+        """As `remove`, of one key or, given a `document_key`, of all that begin with it: whatever has compiled it."""
+        with self._changed:
+            for key in {*self._index.claims, *(key for tier in self._tiers.values() for key in tier.entries)}:
+                if name in (key, document_of(key)):
+                    self._index.drop(key)
 
     def clear(self) -> None:
         """Removes every entry from every tier, pins included."""

@@ -9,6 +9,8 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Protocol
 
+from comb.cache.picache import document_of
+
 
 class UnknownDocumentError(ValueError):
     """A document id that was never added, has been removed, or has expired."""
@@ -40,7 +42,6 @@ class _CatalogEntry:
     pin: bool
     expires_at: float | None
     pinned: dict[tuple[int, ...], str] = field(default_factory=dict)  # by a part's tokens, whose pin the store has
-    copies: set[str] = field(default_factory=set)  # keys of what stands beside `keys`, see `beside`
 
     @property
     def id(self) -> str:
@@ -108,7 +109,6 @@ class DocumentCatalog:
             if before is not None:
                 self._unpin(before)
                 entry.keys.update(before.keys)
-                entry.copies.update(before.copies)
 
     def follow(self, segments: Sequence[KeyedSegment]) -> None:
         """Gives PICaches that were compiled again (evicted, or of other weights) the time and the pins of their ids."""
@@ -121,15 +121,6 @@ class DocumentCatalog:
             known = [(entry, new[key]) for entry in self._entries.values() for key in entry.keys if key in new]
             for entry, segment in known:
                 self._follow(entry, segment)
-
-    def beside(self, segments: Sequence[KeyedSegment]) -> None:
-        """Notes PICaches of documents that stand beside their own, as each LoRA's do: they go when their ids go. A pin
-        is the document's own."""
-        with self._lock:
-            for segment in segments:
-                entry = self._entries.get(segment.id)
-                if entry is not None and any(segment.token_ids == each.token_ids for each in entry.segments):
-                    entry.copies.add(segment.key)
 
     def unpinned(self, segments: Iterable[KeyedSegment]) -> list[KeyedSegment]:
         """Those of pinned documents that the store had nothing of when they were added."""
@@ -204,9 +195,10 @@ class DocumentCatalog:
         for entry in gone:
             if self._entries.pop(entry.id, None) is not None:  # the same one may be asked for twice
                 self._unpin(entry)
-        kept = {key for entry in self._entries.values() for key in entry.keys | entry.copies}
-        for key in {key for entry in gone for key in entry.keys | entry.copies} - kept:
-            self.store.remove(key)
+        kept = {document_of(key) for entry in self._entries.values() for key in entry.keys}
+        for key in {key for entry in gone for key in entry.keys}:
+            if document_of(key) not in kept:
+                self.store.remove(key)
 
     def _unpin(self, entry: _CatalogEntry) -> None:
         for key in entry.pinned.values():

@@ -20,8 +20,11 @@ from comb.cache.picache import (
     PICache,
     PICacheError,
     TokenPICache,
+    compiled_key,
     content_key,
     deserialize,
+    document_key,
+    document_of,
     register_kind,
     serialize,
 )
@@ -96,9 +99,13 @@ def test_key_covers_everything_and_only_that() -> None:
     assert len({key, *others}) == len(others) + 1
     assert content_key(torch.tensor([1, 2, 3]), **(BASE | {"dtype": "float16"})) == key
     assert content_key((1, 2, 3), **BASE) == key
-    assert len(key) == 64
+    of_document = [other for other in others if document_of(other) == document_of(key)]
+    assert len(of_document) == 3  # other weights, method and dtype
+    assert document_of(key) == document_key([1, 2, 3]) == document_of(compiled_key(key, "a LoRA"))
+    assert len({key, *(compiled_key(one, how) for one in (key, *of_document) for how in ("a LoRA", "another"))}) == 9
     # recorded: a change of the encoding must change KEY_VERSION too, or old files are taken for new content
-    assert key == "45b60e06296215605f998093f373370f8dfba46d870cad5dabb74dbc5b080087"
+    assert document_of(key) == "388c22dd117fa1afd2f0d2c990878724b0c5cbe1c12130f20cb41d66ed12d124"
+    assert key == f"{document_of(key)}-b7eb940d9249c95a6eef94580b422342"
 
 
 @settings(max_examples=100, deadline=None)

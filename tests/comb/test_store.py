@@ -395,7 +395,10 @@ def test_a_failing_thread_hands_over_to_a_waiting_one() -> None:
     check_store(store)
 
 
-@pytest.mark.parametrize("forget", [lambda store: store.remove("k1"), lambda store: store.clear()])
+@pytest.mark.parametrize(
+    "forget",
+    [lambda store: store.remove("k1"), lambda store: store.remove_document("k1"), lambda store: store.clear()],
+)
 def test_removed_while_being_compiled_is_not_stored(forget: Callable[[PICacheStore], object]) -> None:
     store = PICacheStore()
     with store.acquire(["k1"]) as held:
@@ -406,6 +409,20 @@ def test_removed_while_being_compiled_is_not_stored(forget: Callable[[PICacheSto
         assert store.lookup("k1") is None
         check_store(store)
     assert store.stats().tiers["device"].bytes == 0
+
+
+def test_a_document_is_removed_whatever_has_compiled_it(tmp_path: Path) -> None:
+    store = PICacheStore(host_bytes=2**20, disk_path=tmp_path)
+    keys = ["k1-one", "k1-two", "k2-one"]
+    with store.acquire(keys) as held:
+        assert held.missing() == keys
+        held.add([pic(key.partition("-")[0]) for key in keys])
+    store.flush()
+    store.remove_document("k2-two")  # one key alone, which isn't here
+    store.remove_document("k1")
+    assert [store.lookup(key) for key in keys] == [None, None, "device"]
+    assert [path.name.partition(".")[0] for path in tmp_path.iterdir()] == ["k2-one"]
+    check_store(store)
 
 
 @pytest.mark.parametrize(

@@ -18,13 +18,13 @@ from unittest.mock import Mock
 
 import pytest
 
+from comb.cache.picache import compiled_key, document_of
 from comb.cache.store import PICacheStore
+from comb.cache.tiers import SUFFIX
 from comb.documents.document import PromptBuilder
 from comb_serving.api import registered
 from comb_serving.api.routes import CHAT, DOCUMENTS, SWITCH, tenant_of
 from comb_serving.config.serve_options import key_hash
-from comb_serving.encoding import compiler
-from comb_serving.encoding.compiler import Loras
 from comb_serving.manager.manager import PICManager
 from tests.helpers import middleware_server
 from tests.helpers.fakes import IDENTITY, Client, until
@@ -241,7 +241,7 @@ async def test_times_to_live_go_on_while_the_server_is_down(tmp_path: Path, monk
     monkeypatch.setattr(PICManager, "remove", lambda _, key: bool(forgotten.append(key)))
     at(monkeypatch, 1060)
     second = await started(tmp_path)
-    assert forgotten == [document.key]  # what is kept of it on disk
+    assert forgotten == [document_of(document.key)]  # what is kept of it on disk
     assert await names(second) == ["b"]
     assert len(files(tmp_path)) == 1  # nothing of a document is to be found after its time
     assert await used(second, "b") == ["encoded"]
@@ -299,25 +299,35 @@ async def test_what_is_deleted_stays_deleted(tmp_path: Path, monkeypatch: pytest
     assert await names(second.client("bob")) == ["a"]
 
 
-async def test_copies_with_loras_go_when_their_document_goes_after_a_restart_too(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("linked", [True, False])
+async def test_keys_and_values_go_with_their_document_whatever_has_compiled_it(
+    tmp_path: Path, linked: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """Other weights and methods before a restart, LoRAs that aren't served any more, another number of ranks."""
     at(monkeypatch, 1000)
-    monkeypatch.setattr(compiler, "_digest", lambda lora: lora.digest)
     first = await started(tmp_path)
-    assert [await add(first, "a"), await add(first, "b", ttl_s=50)] == [200] * 2
-    segments = first.app.front().preprocessor.registered.of("").find(["a", "b"])
-    loras, forgotten = Loras({name: SimpleNamespace(digest=name) for name in ("warm", "dry")}), list[str]()
-    a, b = [{segment.key, *(copy.key for copy in await loras.copies(segment))} for segment in segments]
-    assert len(a) == 3
-    monkeypatch.setattr(PICManager, "remove", lambda _, key: bool(forgotten.append(key)))
+    assert [await add(first, "a"), await add(first, "b", ttl_s=50), await add(first, "c", "Cy.")] == [200] * 3
+    await first.client("other").post(DOCUMENTS, {"id": "long", "token_ids": [5] * 40})
+    known, kept = first.app.front().preprocessor.registered, dict[str, list[Path]]()
+    segments = [*known.of("").find(["a", "b", "c"]), *known.of(tenant_of("Bearer other")).find(["long"])]
+    for folder in (tmp_path, tmp_path / "rank-1-of-2"):
+        folder.mkdir(exist_ok=True)
+        for segment in segments:
+            for key in (segment.key, compiled_key(segment.key, "a LoRA"), compiled_key(segment.key, "a method")):
+                path = folder / f"{key}{SUFFIX}"
+                path.write_bytes(b"K/V")
+                kept.setdefault(segment.id, []).append(path)
+
+    def there() -> set[str]:
+        return {name for name, paths in kept.items() if any(path.exists() for path in paths)}
+
     at(monkeypatch, 1060)
-    second = Server(disk_path=str(tmp_path))
-    second.app.front().preprocessor.loras = loras
-    await second.app.front().check(None)
-    assert set(forgotten) == b
+    short = replace(IDENTITY, fingerprint="another", max_document_tokens=30)
+    second = await started(tmp_path, short, encoder=linked)
+    assert there() == ({"a", "c"} if linked else {"a", "c", "long"})  # one isn't taken any more
     assert (await second.send("DELETE", f"{DOCUMENTS}/a")).status == 200
-    assert set(forgotten) == a | b
+    assert "a" not in there()
+    assert all(path.exists() for path in kept["c"])
 
 
 async def test_pins_stay_within_a_share_that_has_become_smaller(

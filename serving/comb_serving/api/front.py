@@ -116,7 +116,7 @@ class ServerFront:
                 await asyncio.sleep(1)
         if isinstance(self.encoders, EngineCompiler):
             self.encoders.client = engine  # which also forgets what is on disk
-        await self.preprocessor.registered.restore(self.preprocessor.keys, self.preprocessor.loras)
+        await self.preprocessor.registered.restore(self.preprocessor.keys)
         if self.encoders is None:
             return
         await check_start(self.preprocessor, engine, self.secret, self.options.checkpoint, self.reports)

@@ -19,7 +19,7 @@ from typing import Any, TypeVar
 
 from comb.backbones.loading import load_config, resolve_name
 from comb.backbones.tokenizer import load_tokenizer, tokenizer_fingerprint
-from comb.cache.picache import content_key
+from comb.cache.picache import compiled_key, content_key
 from comb.cache.store import PICacheStore
 from comb.documents.catalog import KeyedSegment
 from comb.documents.document import Prompt, PromptBuilder
@@ -32,7 +32,7 @@ from comb_serving.api.http import MAX_VALUES, RequestError
 from comb_serving.api.registered import RegisteredDocuments
 from comb_serving.api.routes import COMPLETIONS, MESSAGES, RESPONSES
 from comb_serving.config.serve_options import ServeOptions
-from comb_serving.encoding.compiler import Loras, key_computed
+from comb_serving.encoding.compiler import Loras
 from comb_serving.linking.methods import LinkMethod, Range
 from comb_serving.manager.counters import Counters
 from comb_serving.manager.leases import Lease, TenantQuotaError, WantedDocument
@@ -206,7 +206,7 @@ class Preprocessor:
             (key,) = await self.keys([ids], whose)
         except RequestError:  # longer than a document may be
             return request
-        return replace(request, snapshot=WantedDocument(key_computed(key, "exact"), ids, tenant, exact=True))
+        return replace(request, snapshot=WantedDocument(compiled_key(key, "exact"), ids, tenant, exact=True))
 
     async def count(self, body: dict[str, Any], tenant: str) -> int | None:
         """Tokens of a message's prompt, and of the documents in it; None where there are none, and vLLM counts."""
@@ -360,8 +360,6 @@ class Preprocessor:
         """A lease of documents that are compiled with a LoRA, or none. Raises what `PICManager.acquire` raises."""
         assert self.manager is not None
         check_pin = self.manager.check_pin
-        if lora:
-            self.registered.of(tenant).beside(segments)
         lease = await self.manager.acquire([wanted(segment, tenant, lora) for segment in segments])
         self.registered.pin(tenant, segments, lambda segment: check_pin(wanted(segment, tenant)))
         return lease

@@ -9,16 +9,17 @@ import logging
 import time
 from collections import Counter
 from collections.abc import Awaitable, Callable, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
 
+from comb.cache.picache import document_key, document_of
+from comb.cache.tiers import SUFFIX as PICACHE
 from comb.documents.catalog import CatalogStore, DocumentCatalog, KeyedSegment, UnknownDocumentError
 from comb.files import private_folder, write_whole
 from comb_serving.api.http import RequestError
 from comb_serving.api.routes import DOCUMENTS
-from comb_serving.encoding.compiler import Loras
 
 logger = logging.getLogger(__name__)
 
@@ -27,6 +28,27 @@ LOOK_SECONDS = 30.0
 """After which documents whose time is over are gone, if nobody asks before."""
 
 Keys = Callable[[Sequence[tuple[int, ...]], str], Awaitable[list[str]]]  # of token ids, for a tenant
+
+
+@dataclass
+class _NotedStore:
+    """A store that notes which documents are removed from it (`document_key`)."""
+
+    store: CatalogStore
+    removed: set[str] = field(default_factory=set)
+
+    def pin(self, key: str) -> bool:
+        return self.store.pin(key)
+
+    def unpin(self, key: str) -> bool:
+        return self.store.unpin(key)
+
+    def set_expiry(self, key: str, ttl_s: float | None) -> bool:
+        return self.store.set_expiry(key, ttl_s)
+
+    def remove(self, key: str) -> bool:
+        self.removed.add(document_of(key))
+        return self.store.remove(key)
 
 
 class RegisteredDocuments:
@@ -39,8 +61,9 @@ class RegisteredDocuments:
     """
 
     def __init__(self, store: CatalogStore, disk_path: str | None = None, tokenizer: str = "") -> None:
-        self._store, self._tokenizer = store, tokenizer
-        self._folder = None if disk_path is None else Path(disk_path) / FOLDER
+        self._store, self._tokenizer = _NotedStore(store), tokenizer
+        self._disk = None if disk_path is None else Path(disk_path)
+        self._folder = None if self._disk is None else self._disk / FOLDER
         if self._folder is not None:
             private_folder(self._folder, SUFFIX)
         self._catalogs: dict[str, DocumentCatalog] = {}
@@ -106,6 +129,7 @@ class RegisteredDocuments:
                 if self._folder is not None:
                     await _on_disk(partial(self._path(tenant, name).unlink, missing_ok=True))
                 self.of(tenant).remove([name])
+                await self._delete_removed()
 
         await asyncio.shield(work())  # to the end, whoever leaves meanwhile
 
@@ -122,8 +146,8 @@ class RegisteredDocuments:
                 # tried again at its next use
                 logger.info("document %s is not pinned: %s", segment.key[:12], error)
 
-    async def restore(self, keys: Keys, loras: Loras) -> None:
-        """Takes what was registered before a restart, with the `keys` of the weights that are here now, and `loras`.
+    async def restore(self, keys: Keys) -> None:
+        """Takes what was registered before a restart, with the `keys` of the weights that are here now.
 
         What can't be is deleted, and said in the log, and so is what ended meanwhile, with its keys and values. Pins
         come back when documents are used. From now on documents end in their time.
@@ -132,33 +156,36 @@ class RegisteredDocuments:
         if self._folder is not None:
             found = self._folder.glob(f"*{SUFFIX}")
             paths = await asyncio.to_thread(sorted, found, key=lambda path: (path.stat().st_mtime_ns, path.name))
-        dropped, ended, alive = Counter[str](), set[str](), set[str]()
+        dropped, gone, alive = Counter[str](), set[str](), set[str]()
         for path in paths:
+            document = ""
             try:
-                tenant, name, ids, pin, end = await asyncio.to_thread(self._read, path)
-                (key,) = await keys([ids], tenant)
-                segment = KeyedSegment(name, ids, key)
-                copies = await loras.copies(segment)  # of which any may be on disk: they go with it
-                over = end is not None and end <= time.time()
-                (ended if over else alive).update(each.key for each in (segment, *copies))
-                if not over:
-                    left = None if end is None else end - time.time()
-                    catalog = self._catalogs.setdefault(tenant, DocumentCatalog(self._store))
-                    catalog.add([segment], pin=pin, ttl=left)
-                    catalog.beside(copies)
+                tokenizer, tenant, name, ids, pin, end = await asyncio.to_thread(self._read, path)
+                document = document_key(ids, tenant)
+                if tokenizer != self._tokenizer:
+                    raise ValueError("their tokens are another tokenizer's")
                 if end is not None:
                     self._ends[path] = end
+                if end is not None and end <= time.time():
+                    gone.add(document)
+                    continue
+                (key,) = await keys([ids], tenant)
+                catalog = self._catalogs.setdefault(tenant, DocumentCatalog(self._store))
+                catalog.add([KeyedSegment(name, ids, key)], pin=pin, ttl=None if end is None else end - time.time())
+                alive.add(document)
             except OSError as error:
                 logger.warning("a registered document can't be read: %s", error)
             except (ValueError, RequestError) as error:
                 dropped[str(error)] += 1
+                gone.add(document)
                 await asyncio.to_thread(_delete, path)
         for reason, count in dropped.items():
             logger.warning("%d registered documents are dropped: %s", count, reason)
         logger.info("%d registered documents of before are there", sum(len(c.ids()) for c in self._catalogs.values()))
-        for key in ended - alive:
-            self._store.remove(key)
+        for document in gone - alive:
+            self._store.remove(document)
         await asyncio.to_thread(self._delete_ended)
+        await self._delete_removed()
         self.restored, self._looking = True, asyncio.create_task(self._look())
 
     async def _look(self) -> None:
@@ -168,6 +195,7 @@ class RegisteredDocuments:
                 for catalog in self._catalogs.values():
                     catalog.ids()  # it forgets those whose time is over, and the store with it
                 await asyncio.to_thread(self._delete_ended)
+                await self._delete_removed()
 
     def stop(self) -> None:
         """Ends what looks for documents whose time is over."""
@@ -188,17 +216,16 @@ class RegisteredDocuments:
         if end is not None:
             self._ends[path] = end
 
-    def _read(self, path: Path) -> tuple[str, str, tuple[int, ...], bool, float | None]:
-        """Tenant, id, token ids, pin and end of a file. Raises ValueError for one that isn't ours, or damaged."""
+    def _read(self, path: Path) -> tuple[str, str, str, tuple[int, ...], bool, float | None]:
+        """Tokenizer, tenant, id, token ids, pin and end in a file. Raises ValueError for one that isn't ours, or
+        damaged."""
         digest, _, text = path.read_bytes().partition(b"\n")
         if digest.decode(errors="replace") != hashlib.sha256(text).hexdigest():
             raise ValueError("their files are damaged")
         tokenizer, tenant, name, ids, pin, end = json.loads(text)
         if path != self._path(tenant, name):
             raise ValueError("their files have other documents' names")
-        if tokenizer != self._tokenizer:
-            raise ValueError("their tokens are another tokenizer's")
-        return tenant, name, tuple(ids), pin, end
+        return tokenizer, tenant, name, tuple(ids), pin, end
 
     def _delete_ended(self) -> None:
         """Nothing of a document is to be found after its time."""
@@ -207,6 +234,12 @@ class RegisteredDocuments:
             _delete(path)
             del self._ends[path]
 
+    async def _delete_removed(self) -> None:
+        """Deletes files of removed documents: workers know those of their own weights and method alone."""
+        names, self._store.removed = self._store.removed, set()
+        if self._disk is not None and names:
+            await asyncio.to_thread(_delete_documents, self._disk, names)
+
 
 async def _on_disk(work: Callable[[], None]) -> None:
     try:
@@ -214,6 +247,12 @@ async def _on_disk(work: Callable[[], None]) -> None:
     except OSError as error:
         reason = f"the server can't change what it keeps on disk: {error.strerror}; nothing was changed"
         raise RequestError(503, f"{reason}, try again when there is room", retry_after=60) from error
+
+
+def _delete_documents(folder: Path, names: set[str]) -> None:
+    for path in folder.rglob(f"*{PICACHE}"):
+        if document_of(path.name) in names:
+            _delete(path)
 
 
 def _delete(path: Path) -> None:

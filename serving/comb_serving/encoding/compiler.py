@@ -8,7 +8,6 @@ LoRAs a document has other keys and values, and another name.
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import hashlib
 import logging
 import queue
@@ -20,6 +19,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, TypeVar
 
+from comb.cache.picache import compiled_key
 from comb.documents.catalog import KeyedSegment
 from comb_serving.encoding.protocol import Encoded, EncoderError, EncoderIdentity
 from comb_serving.linking.layout import LinkingLayout
@@ -64,20 +64,7 @@ class Loras:
             request = self.known[name]
             digest = await asyncio.to_thread(_digest, request)
             self._digests[name] = request, digest
-        return tuple(replace(segment, key=key_computed(segment.key, digest)) for segment in segments)
-
-    async def copies(self, segment: KeyedSegment) -> list[KeyedSegment]:
-        """A document as each LoRA that is served would have it; those whose files can't be read answer nothing."""
-        found: list[KeyedSegment] = []
-        for name in self.known:
-            with contextlib.suppress(ValueError):
-                found += await self.compiled_with(name, [segment])
-        return found
-
-
-def key_computed(key: str, how: str) -> str:
-    """The name of a document's tokens when they are computed in another way than `key` says."""
-    return hashlib.sha256(f"{key} {how}".encode()).hexdigest()
+        return tuple(replace(segment, key=compiled_key(segment.key, digest)) for segment in segments)
 
 
 def _digest(request: Any) -> str:
@@ -202,7 +189,7 @@ class EngineCompiler(DocumentCompiler):
         self, key: str, token_ids: Sequence[int], handle: PoolHandle, lora: str = "", *, exact: bool = False
     ) -> asyncio.Future[Encoded]:
         """Asks for one document; a request that no longer wants it changes nothing for others that do."""
-        name = f"comb-document-{key[:32]}"
+        name = f"comb-document-{key}"
         request = self.request(key, token_ids, handle, name, lora, exact=exact)
         return asyncio.get_running_loop().create_task(self._compile(request, name))
 

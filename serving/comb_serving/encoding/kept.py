@@ -105,9 +105,9 @@ class KeptDocuments:
         except queue.Full:
             logger.warning("document %s is not kept: %d wait already", key[:12], _WAITING)
 
-    def forget(self, key: str) -> None:
-        """Deletes a document, behind what has been kept before."""
-        self._queue.put(key)
+    def forget(self, name: str) -> None:
+        """Deletes a document, or one key of it, behind what has been kept before."""
+        self._queue.put(name)
 
     def fetch(self, key: str) -> tuple[Tensor, str] | None:
         """A document's rows on the host, and the tier that had it ("host" or "disk"); None if none has."""
@@ -139,7 +139,7 @@ class KeptDocuments:
             try:
                 if isinstance(item, str):
                     about = item[:12]
-                    self._store.remove(item)
+                    self._store.remove_document(item)
                 elif item is not None:
                     about = item[0][:12]
                     self._admit(*item)

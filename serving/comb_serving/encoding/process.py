@@ -226,7 +226,7 @@ def serve(worker: EncoderWorker, connection: socket.socket, waiting: queue.Queue
     for number, batch in enumerate(batches(waiting), 1):
         if isinstance(batch, str):
             if worker.store is not None:
-                worker.store.remove(batch)
+                worker.store.remove_document(batch)
             continue
         for answer in worker.run(batch):
             connection.sendall(encode_message(answer))

@@ -77,8 +77,11 @@ class Encoders(Protocol):
             exact: whether it is the beginning of prompts, and compiled behind nothing.
         """
 
-    def forget(self, key: str) -> None:
-        """Has a document deleted that may be kept beyond the pool; returns at once."""
+    def forget(self, name: str) -> None:
+        """Has deleted what may be kept beyond the pool: under one key, or, given a `document_key`, of a document.
+
+        Returns at once. What is asked for meanwhile may be kept all the same.
+        """
 
 
 def encode_message(message: dict[str, Any]) -> bytes:

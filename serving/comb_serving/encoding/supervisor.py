@@ -62,7 +62,7 @@ class EncoderProcess:
         self.kept_bytes: dict[str, int] = {}
         self._jobs: dict[int, PendingJob] = {}  # that wait for an answer
         self._sent: set[int] = set()
-        self._forgotten: list[str] = []  # keys that it isn't told of yet
+        self._forgotten: list[str] = []  # names that it isn't told of yet
         self._failures = self._failed_starts = 0
         self._greeted = False
         self._known: EncoderIdentity | None = None
@@ -105,9 +105,9 @@ class EncoderProcess:
         self._send_waiting()
         return pending.future
 
-    def forget(self, key: str) -> None:
-        """Has the encoder, which may keep a document, delete it, when it runs again if it doesn't now."""
-        self._forgotten.append(key)
+    def forget(self, name: str) -> None:
+        """Has the encoder delete what it may keep, when it runs again if it doesn't now."""
+        self._forgotten.append(name)
         self._send_waiting()
 
     def fault(self) -> str | None:

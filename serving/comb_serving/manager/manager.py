@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 from functools import partial
 
 from comb.cache.index import CacheIndex, IndexEntry, Tier
-from comb.cache.picache import content_key
+from comb.cache.picache import content_key, document_of
 from comb_serving.encoding.protocol import MADE, Encoded, EncoderError, Encoders
 from comb_serving.linking.layout import LinkingLayout
 from comb_serving.manager.counters import Counters
@@ -275,6 +275,8 @@ class PICManager:
             self.counters.encode_seconds.observe(flight.result().seconds)
         else:
             self.counters.count("copied", tokens)
+        if entry.key not in self.pool.entries:  # removed meanwhile, or its time is over: it was kept behind that
+            self.encoders.forget(entry.key)
         self._release([entry])
 
     def _release(self, entries: Iterable[PoolEntry]) -> None:
@@ -305,11 +307,16 @@ class PICManager:
         return self.index.set_expiry(key, ttl_s)
 
     def remove(self, key: str) -> bool:
-        """Forgets a document, pinned or not; who uses it keeps it to the end. False if it isn't in the pool."""
-        self.index.get(key)  # what has expired isn't there
-        known = self.index.drop(key)
+        """Forgets a document, pinned or not, whatever has compiled it; who uses it keeps it to the end. False if it
+        isn't in the pool."""
+        name = document_of(key)
+        self.index.drop_expired()
+        known = [each for each in self.pool.entries if document_of(each) == name]
+        for each in known:
+            self.index.drop(each)
+        self.encoders.forget(name)
         self.queue.wake()
-        return known
+        return bool(known)
 
     def lookup(self, key: str) -> bool:
         """Whether a document is in the pool, or on its way there."""
