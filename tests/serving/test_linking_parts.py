@@ -88,6 +88,14 @@ def test_keys_are_taken_to_where_the_module_turns_them(name: str, length: int, m
     assert float((here - there).abs().max()) > 1e-2
 
 
+@pytest.mark.parametrize("name", ROPES)
+def test_documents_are_named_after_how_their_keys_were_turned(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    short, longer, long = (found(monkeypatch, ROPES[name], length)[0] for length in (ORIGINAL - 8, ORIGINAL, MOST))
+    assert short.digest() == longer.digest()
+    # vLLM takes LongRoPE's other factors where a prompt may be longer than the original length
+    assert (short.digest() != long.digest()) is name.startswith("longrope")
+
+
 def test_positions_that_the_table_does_not_have_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(ValueError, match="no rotary embedding of the model explains"):
         found(monkeypatch, ROPES["default"], MOST, step=3)

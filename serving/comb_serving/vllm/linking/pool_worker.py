@@ -73,7 +73,7 @@ class PoolWorker(FixedWeights):
                 num_blocks=pool.num_blocks,
                 block_size=pool.block_size,
                 bytes_per_token=pool.bytes_per_token,
-                fingerprint=weights_fingerprint(model, settings=False) + pool.front_digest(),
+                fingerprint=weights_fingerprint(model, settings=False) + pool.positions.digest() + pool.front_digest(),
                 dtype=pool.dtype_name,
                 max_document_tokens=longest - 1,  # one token has to be sampled, if nobody sees it
                 vocab_size=config.model_config.get_vocab_size(),

@@ -12,6 +12,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
+from hashlib import sha256
 from typing import Any
 
 import torch
@@ -42,6 +43,12 @@ class KeyPositions:
             ((cos[compiled, None], sin[compiled, None]), (cos[linked, None], sin[linked, None]))
             for cos, sin in self.tables
         )
+
+    def digest(self) -> str:
+        """Of how keys are turned, as a part of documents' keys: what beside the weights decides them. vLLM takes other
+        tables for another --max-model-len (LongRoPE); of those that go on alone, the first rows are the same."""
+        first = [each[:16].cpu().numpy().tobytes() for table in self.tables for each in table]
+        return f"+{sha256(b''.join(first)).hexdigest()[:16]}"
 
 
 def find_positions(model: nn.Module, layers: dict[str, Any], vllm_config: Any) -> KeyPositions:
