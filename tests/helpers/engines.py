@@ -157,6 +157,25 @@ def greedy(tokens: int, extra: dict[str, Any] | None = None, **more: Any) -> Any
     )
 
 
+def check_seeds(llm: Any) -> None:
+    """A seeded answer to a long prompt is the same whether the prompt is computed in parts or at once."""
+    from vllm import SamplingParams
+
+    def ask(seed: int) -> list[int]:
+        asked = SamplingParams(temperature=1.0, seed=seed, max_tokens=12, ignore_eos=True, detokenize=False)
+        (found,) = llm.generate(
+            [{"prompt_token_ids": [5 + number % 50 for number in range(100)]}], asked, use_tqdm=False
+        )
+        assert (found.num_cached_tokens > 0) is cached
+        return list(found.outputs[0].token_ids)
+
+    cached = False
+    assert llm.llm_engine.vllm_config.scheduler_config.max_num_batched_tokens < 100
+    parts = ask(3)
+    cached = True  # but for the last few
+    assert ask(3) == parts != ask(4)
+
+
 def answer(output: Any) -> Any:
     """(token ids, log-probabilities) of vLLM's request output."""
     (found,) = output.outputs

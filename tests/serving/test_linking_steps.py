@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from tests.helpers.engines import answer, greedy
+from tests.helpers.engines import answer, check_seeds, greedy
 from tests.helpers.linked import (
     PROMPTS,
     LinkedEngine,
@@ -63,6 +63,11 @@ def test_seams_and_question_are_one_step_where_they_fit(llama: Any, options: dic
             assert (taken > 1) == (steps > 1)
             check_nothing_is_left(linked.scheduler)
             assert list(outputs[0].outputs[0].token_ids) == linked.reference(prompt, "legolink:4", 4)[0]
+
+
+def test_a_seed_is_answered_in_parts_and_at_once(llama: Any) -> None:
+    with linked_engine(llama, max_num_batched_tokens=64) as linked:
+        check_seeds(linked.llm)
 
 
 @pytest.mark.parametrize("rows", [1, 2])

@@ -134,7 +134,7 @@ def __getattr__(name: str) -> Any:
     from vllm.platforms import current_platform
 
     if current_platform.is_cpu():
-        from vllm.v1.worker.cpu_worker import CPUWorker as Base
+        from comb_serving.vllm.cpu_worker import SeededCPUWorker as Base
     else:
         from vllm.v1.worker.gpu_worker import Worker as Base
     made = type(name, (PoolWorker, Base), {"__module__": __name__})
