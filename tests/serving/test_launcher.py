@@ -10,7 +10,8 @@ import signal
 import socket
 import subprocess
 import sys
-from dataclasses import fields
+import threading
+from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -119,6 +120,29 @@ def test_a_plain_model_brings_its_arguments_and_keeps_its_name(tmp_path: Path, m
     assert read_flags(["--kv-offloading-size", "4"], {}, plain=True)  # nothing is linked
     with pytest.raises(ValueError, match="comb serve doesn't take --enable-prefix-caching: linking documents"):
         read_flags(["--enable-prefix-caching"], {}, plain=True, engine={"enable_prefix_caching": False})
+
+
+def test_a_disk_folder_is_one_servers_until_it_has_ended(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    server, seen, root = program(tmp_path, "time.sleep(60)")
+    quick, disk = [sys.executable, "-c", "raise SystemExit(3)"], tmp_path / "disk"
+    options = ServeOptions("owner/adapter", disk_path=str(disk), drain_seconds=0)
+    text = LAUNCH.replace('"owner/adapter"', f'"owner/adapter", disk_path={str(disk)!r}')
+    launcher = subprocess.Popen([sys.executable, "-c", text, str(root), *server])
+    pid = told(seen)["pid"]
+    os.kill(pid, signal.SIGSTOP)  # it hears of no signal: one that takes its time to end
+    launcher.kill()
+    launcher.wait()
+    monkeypatch.setattr("comb_serving.launch.launcher.END_SECONDS", -2.5)
+    with pytest.raises(ValueError, match=r"--comb-disk .*disk is in use by another server: give each its own"):
+        launch(options, root=root, server=quick)
+    assert launch(replace(options, disk_path=str(tmp_path / "other")), root=root, server=quick) == 3
+    monkeypatch.undo()
+    threading.Timer(1.0, os.kill, (pid, signal.SIGCONT)).start()  # and is waited for
+    assert launch(options, root=root, server=quick) == 3
+    assert launch(options, root=root, server=quick) == 3
+    assert (list(disk.iterdir()), disk.stat().st_mode & 0o077) == ([], 0)
+    with pytest.raises(ValueError, match=r"can't be kept in .*: give a folder that can be made and read"):
+        launch(replace(options, disk_path="/proc/none/disk"), root=root, server=quick)
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL])

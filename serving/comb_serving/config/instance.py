@@ -14,6 +14,7 @@ import secrets
 import shutil
 import sys
 import tempfile
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -48,6 +49,50 @@ def instance_folder(root: Path | None = None) -> Iterator[Path]:
     finally:
         remove_segments(folder)
         shutil.rmtree(folder, ignore_errors=True)
+        os.close(lock)
+
+
+@contextmanager
+def own_disk(path: str | None, seconds: float) -> Iterator[tuple[int, ...]]:
+    """Keeps other servers off a disk folder in the ``with`` block, and while a process has the descriptor it gives.
+
+    One that is about to end has so many seconds for it. The folder itself is locked: a file would lie among documents.
+
+    Raises:
+        ValueError: another server has it, or it can't be made.
+    """
+    if path is None:
+        yield ()
+        return
+    folder = Path(path)
+    try:
+        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        lock = os.open(folder, os.O_RDONLY)
+    except OSError as error:
+        raise ValueError(
+            f"documents can't be kept in {folder} ({error.strerror}): give a folder that can be made and read"
+        ) from error
+    try:
+        deadline, said = time.monotonic() + seconds, False
+        while True:
+            try:
+                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                break
+            except BlockingIOError:
+                if time.monotonic() >= deadline:
+                    raise ValueError(
+                        f"--comb-disk {folder} is in use by another server: give each its own folder, or end that one "
+                        "first"
+                    ) from None
+                if not said:
+                    logger.warning("waiting up to %.0f s for another server on --comb-disk %s to end", seconds, folder)
+                said = True
+                time.sleep(0.1)
+            except OSError as error:  # NFS locks no folders
+                logger.warning("--comb-disk %s can't be locked (%s): give it to no other server", folder, error)
+                break
+        yield (lock,)
+    finally:
         os.close(lock)
 
 

@@ -26,7 +26,7 @@ from typing import Any
 
 from comb.backbones.loading import backbone_beside, resolve_name
 from comb.documents.rendering import template_arguments
-from comb_serving.config.instance import READY, instance_folder, note_segments
+from comb_serving.config.instance import READY, instance_folder, note_segments, own_disk
 from comb_serving.config.serve_options import ADMIN_KEY, ServeOptions, key_hash
 from comb_serving.launch.server_process import StartLog, end_with_parent
 
@@ -155,6 +155,7 @@ def launch(
 
     Raises:
         RuntimeError: with the cause, if the server can't start.
+        ValueError: for options that don't go together, or a disk folder that another server has.
     """
     flags = read_flags(arguments, os.environ, plain=options.method is not None, engine=engine)
     if options.admin_hash in flags.key_hashes:
@@ -162,7 +163,9 @@ def launch(
     options = replace(
         options, ranks=flags.ranks, key_hashes=flags.key_hashes, chat_template_kwargs=flags.chat_template_kwargs
     )
-    with instance_folder(root) as folder:
+    # a server that has just been told to end gives its requests their time
+    ends = options.drain_seconds + END_SECONDS + LEFTOVER_SECONDS
+    with own_disk(options.disk_path, ends) as lock, instance_folder(root) as folder:
         model, ours = resolve_name(options.model), list[str]()
         if not flags.named and model != options.checkpoint:
             # clients know a registered model by its name, not by the folder where it lies
@@ -180,7 +183,7 @@ def launch(
         command, environment = [*server, "--model", model, *arguments, *ours], _environment(options, folder, arguments)
         # a session of its own: a terminal's Ctrl-C reaches it once, through us
         process = subprocess.Popen(
-            command, env=environment, start_new_session=True, preexec_fn=end_with_parent,
+            command, env=environment, start_new_session=True, preexec_fn=end_with_parent, pass_fds=lock,
             stdout=subprocess.PIPE, stderr=subprocess.PIPE,
         )  # fmt: skip
         try:

@@ -13,8 +13,8 @@ class SeededCPUWorker(CPUWorker):
     """vLLM's, of which a request with a `seed` whose prompt is computed in several steps ended the engine."""
 
     def sample_tokens(self, grammar_output: Any) -> Any:
-        """As vLLM's. What it samples behind a prompt's first part it discards, and takes the generator back by an offset,
-        which those of a CPU don't have: they aren't asked (seen in vLLM 0.32, `GPUModelRunner._bookkeeping_sync`)."""
+        """As vLLM's. What it samples behind the first parts of a prompt it discards, and takes the generator back by an
+        offset, which a CPU's don't have: they aren't asked (seen in vLLM 0.32, `GPUModelRunner._bookkeeping_sync`)."""
         batch, discarded = self.model_runner.input_batch, self.model_runner.discard_request_mask.np
         held = {row: each for row, each in batch.generators.items() if discarded[row]}
         for row in held:

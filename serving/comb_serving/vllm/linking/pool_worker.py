@@ -134,9 +134,13 @@ def __getattr__(name: str) -> Any:
     from vllm.platforms import current_platform
 
     if current_platform.is_cpu():
-        from comb_serving.vllm.cpu_worker import SeededCPUWorker as Base
+        from comb_serving.vllm.cpu_worker import SeededCPUWorker
+
+        base: Any = SeededCPUWorker
     else:
-        from vllm.v1.worker.gpu_worker import Worker as Base
-    made = type(name, (PoolWorker, Base), {"__module__": __name__})
+        from vllm.v1.worker.gpu_worker import Worker
+
+        base = Worker
+    made = type(name, (PoolWorker, base), {"__module__": __name__})
     globals()[name] = made
     return made
