@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import errno
 import hashlib
 import json
 import logging
@@ -246,7 +247,11 @@ async def _on_disk(work: Callable[[], None]) -> None:
         await asyncio.to_thread(work)
     except OSError as error:
         reason = f"the server can't change what it keeps on disk: {error.strerror}; nothing was changed"
-        raise RequestError(503, f"{reason}, try again when there is room", retry_after=60) from error
+        if error.errno in (errno.ENOSPC, errno.EDQUOT):
+            raise RequestError(503, f"{reason}, try again when there is room", retry_after=60) from error
+        # a folder that is gone, or may only be read, is not the client's to mend, nor mended by waiting
+        logger.warning("what is registered can't be kept or deleted: %s", error)
+        raise RequestError(503, f"{reason}, its operator finds in the log which file it is") from error
 
 
 def _delete_documents(folder: Path, names: set[str]) -> None:
