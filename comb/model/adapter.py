@@ -21,7 +21,7 @@ from comb.backbones.loading import HUB_ARGUMENTS, backbone_of_adapter, is_hub_id
 from comb.backbones.tokenizer import tokenizer_fingerprint
 from comb.backbones.unpublished import write_private
 from comb.files import rewritten, share_weights
-from comb.model.weights import WEIGHTS, WEIGHTS_INDEX, load_adapter, read_weights
+from comb.model.weights import WEIGHTS, WEIGHTS_INDEX, load_adapter, own_state, read_weights
 
 if TYPE_CHECKING:
     from huggingface_hub import HfApi
@@ -162,7 +162,7 @@ class AdapterModel(PreTrainedModel):
             self.config.tokenizer_fingerprint = tokenizer_fingerprint(tokenizer)
         # our names are the format: conversions that transformers knows for the backbone's weights don't apply
         kwargs.setdefault("save_original_format", False)
-        weights = self.state_dict() if state_dict is None else state_dict
+        weights = own_state(self) if state_dict is None else state_dict
         adapter = {name: tensor for name, tensor in weights.items() if not name.startswith("backbone.")}
         if not kwargs.get("is_main_process", True):  # then nothing is written
             super().save_pretrained(folder, state_dict=adapter, **kwargs)

@@ -26,7 +26,7 @@ from comb.backbones.whole import check_finite
 from comb.files import read_json, share_weights
 from comb.model.config import CombConfig, CombEncoderConfig
 from comb.model.modeling import CombForCausalLM
-from comb.model.weights import load_adapter
+from comb.model.weights import load_adapter, own_state
 
 logger = logging.getLogger(__name__)
 
@@ -85,7 +85,7 @@ def convert_release(source: str | Path, target: str | Path, *, backbone_name: st
             cross_attention_layers=positions,
         )
         model = CombForCausalLM(config, backbone)
-        own = {name for name in model.state_dict() if not name.startswith("backbone.")}
+        own = own_state(model).keys()
         if own != adapter.keys():
             raise ValueError(
                 f"the adapter's weights don't fit: missing {sorted(own - adapter.keys())[:3]}, "

@@ -55,13 +55,22 @@ def load_adapter(model: nn.Module, weights: Mapping[str, Tensor], source: str | 
     return weights[next(iter(own))].dtype
 
 
+def own_state(model: nn.Module) -> dict[str, Tensor]:
+    """What an adapter's checkpoint holds: its own weights, by name.
+
+    The backbone isn't asked for its: a quantiser's hook may write into them on the way (bitsandbytes, 4 bits).
+    """
+    parts = [(name, part.state_dict()) for name, part in model.named_children() if name != "backbone"]
+    return {f"{part}.{name}": tensor for part, state in parts for name, tensor in state.items()}
+
+
 def check_fits(model: nn.Module, weights: Mapping[str, Tensor], source: str | Path) -> dict[str, Tensor]:
     """The trained parameters of `model`, which `weights` are; their values don't matter.
 
     Raises:
         ValueError: if weights are missing, have other shapes, or aren't in `model`.
     """
-    own = {name: tensor for name, tensor in model.state_dict().items() if not name.startswith("backbone.")}
+    own = own_state(model)
     missing = sorted(own.keys() - weights.keys())
     if missing:
         raise ValueError(

@@ -147,15 +147,12 @@ def trained_weights(model: Any, *, sharded: bool) -> dict[str, Tensor]:
 
 def settle_engine(engine: Any, model: Any) -> None:
     """Makes DeepSpeed's checkpoints leave out what is frozen, and its arithmetic the same after a resume."""
-    state_dict = engine.module_state_dict
 
-    def without_frozen(**kwargs: Any) -> dict[str, Any]:
-        # DeepSpeed leaves out a frozen matrix under its first name only; a tied head would stay
-        named = engine.module.named_parameters(remove_duplicate=False)
-        frozen = {name for name, parameter in named if not parameter.requires_grad}
-        return {name: value for name, value in state_dict(**kwargs).items() if name not in frozen}
+    def trained(**_: Any) -> dict[str, Tensor]:
+        # DeepSpeed asks for all, where a quantiser may write into the backbone, and a tied head of it would stay
+        return {name: each.detach() for name, each in engine.module.named_parameters() if each.requires_grad}
 
-    engine.module_state_dict = without_frozen
+    engine.module_state_dict = trained
     # a matrix that is both embedding and head would be gathered in the autocast's dtype in some steps and in its
     # own in others, and a resumed run would not be the same run
     vars(model.get_input_embeddings().weight).pop("comm_dtype", None)

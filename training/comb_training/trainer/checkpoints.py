@@ -179,8 +179,8 @@ def check_names(model: nn.Module, folder: str | Path) -> None:
     path = Path(folder) / SAFE_WEIGHTS_NAME
     with reading(path.parent, path.name), safe_open(path, framework="pt") as file:
         saved = {name: tuple(file.get_slice(name).get_shape()) for name in file.keys()}  # noqa: SIM118 - it is no mapping
-    trained = {name for name, parameter in model.named_parameters() if parameter.requires_grad}
-    own = model.state_dict(keep_vars=True)
+    own = dict(model.named_parameters())
+    trained = {name for name, parameter in own.items() if parameter.requires_grad}
     missing, surplus = sorted(trained - saved.keys()), sorted(saved.keys() - own.keys())
     # of what ZeRO-3 keeps in parts, the whole's
     shapes = {name: tuple(getattr(own[name], "ds_shape", own[name].shape)) for name in trained & saved.keys()}
