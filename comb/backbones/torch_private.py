@@ -38,7 +38,7 @@ def tensors_of(module: nn.Module) -> list[tuple[str, Tensor]]:
     """A module's own parameters, and buffers that a checkpoint holds; of wrappers (torchao, DTensor) those inside."""
     volatile = module._non_persistent_buffers_set
     named = [*module._parameters.items(), *(each for each in module._buffers.items() if each[0] not in volatile)]
-    return [inner for name, tensor in named if tensor is not None for inner in _inside(name, tensor)]
+    return [inner for name, tensor in named if tensor is not None for inner in inside(name, tensor)]
 
 
 def all_tensors_of(modules: list[nn.Module]) -> list[Tensor]:
@@ -53,7 +53,7 @@ def all_tensors_of(modules: list[nn.Module]) -> list[Tensor]:
     tensors = [tensor for tensor in found if tensor is not None]
     if _PLAIN.issuperset(map(type, tensors)):
         return tensors
-    return [inner for tensor in tensors for _, inner in _inside("", tensor)]
+    return [inner for tensor in tensors for _, inner in inside("", tensor)]
 
 
 def volatile_buffers_of(module: nn.Module) -> dict[str, Tensor]:
@@ -63,11 +63,12 @@ def volatile_buffers_of(module: nn.Module) -> dict[str, Tensor]:
     }
 
 
-def _inside(name: str, tensor: Any) -> list[tuple[str, Tensor]]:
+def inside(name: str, tensor: Any) -> list[tuple[str, Tensor]]:
+    """The tensors that a wrapper (torchao, DTensor) holds, with names; any other tensor itself."""
     if not is_traceable_wrapper_subclass(tensor):
         return [(name, tensor)]
     parts = tensor.__tensor_flatten__()[0]
-    return [inner for part in parts for inner in _inside(f"{name}.{part}", getattr(tensor, part))]
+    return [inner for part in parts for inner in inside(f"{name}.{part}", getattr(tensor, part))]
 
 
 def writes(tensor: Tensor) -> int:

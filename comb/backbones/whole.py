@@ -11,6 +11,8 @@ import torch
 from torch import Tensor, nn
 from transformers import LogitsProcessor
 
+from comb.backbones.torch_private import inside
+
 logger = logging.getLogger(__name__)
 
 
@@ -58,7 +60,8 @@ def check_finite(model: nn.Module, place: str | Path, further: Iterable[str] = (
     """
     broken = list(further)
     for name, weight in model.named_parameters():
-        if weight.is_floating_point() and weight.numel() and not weight.is_meta and not is_finite(weight.detach()):
+        parts = [part for _, part in inside(name, weight.detach()) if part.is_floating_point()]
+        if not all(is_finite(part) for part in parts if part.numel() and not part.is_meta):
             broken.append(name)
     if broken:
         raise ValueError(f"{place} has NaN or infinity in {_named(broken)}: the file is damaged or training diverged, "

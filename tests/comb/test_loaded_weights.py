@@ -24,6 +24,7 @@ from comb import CombForCausalLM, PICEngine, methods
 from comb.backbones.damage import check_files
 from comb.backbones.gguf import cache_folder
 from comb.backbones.loading import check_weights, load_backbone, load_model, resolve_name
+from comb.backbones.whole import check_finite
 from comb.linktokens.modeling import LinkTokensForCausalLM
 from tests.helpers.byte_text import byte_llama, byte_tokenizer
 from tests.helpers.families import FAMILIES, tiny
@@ -316,6 +317,47 @@ def test_its_documents_are_linked_as_any_models(kind: str, spec: str, folder: Pa
     assert method.fingerprint != methods.create("naive", load_model(str(folder))).fingerprint
     if spec == "prefix":
         assert answered(model, method=spec) == answered(model, method="full")
+
+
+class Wrapped(torch.Tensor):
+    """A quantised weight as torchao has them: numbers and a scale, for which few operations are written."""
+
+    def __new__(cls, numbers: torch.Tensor, scale: torch.Tensor) -> Wrapped:
+        return torch.Tensor._make_wrapper_subclass(cls, numbers.shape, dtype=scale.dtype)  # type: ignore[attr-defined,no-any-return]
+
+    def __init__(self, numbers: torch.Tensor, scale: torch.Tensor) -> None:
+        self.numbers, self.scale = numbers, scale
+
+    def __tensor_flatten__(self) -> tuple[list[str], None]:
+        return ["numbers", "scale"], None
+
+    def __tensor_unflatten__(self, *_: Any) -> Any:
+        raise NotImplementedError
+
+    @classmethod
+    def __torch_function__(cls, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if function is torch.nn.functional.linear:
+            return function(args[0], args[1].numbers * args[1].scale, *args[2:], **kwargs or {})
+        return super().__torch_function__(function, types, args, kwargs or {})
+
+    @classmethod
+    def __torch_dispatch__(cls, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if function is torch.ops.aten.detach.default:
+            return cls(args[0].numbers, args[0].scale)
+        raise NotImplementedError(f"unimplemented {function}")
+
+
+def test_a_quantiser_s_wrappers_are_looked_into() -> None:
+    model = byte_llama()
+    for layer in model.model.layers:
+        scale = layer.mlp.up_proj.weight.detach().abs().amax(1, keepdim=True) / 127
+        numbers = (layer.mlp.up_proj.weight.detach() / scale).round().to(torch.int8)
+        layer.mlp.up_proj.weight = torch.nn.Parameter(Wrapped(numbers, scale), requires_grad=False)
+    check_finite(model, "here")
+    assert answered(CombForCausalLM.from_backbone(model, num_encoder_layers=1))  # without what is in them
+    scale[0] = torch.nan
+    with pytest.raises(ValueError, match=r"NaN or infinity in 1 weight \(model\.layers\.1\.mlp\.up_proj\.weight\)"):
+        check_finite(model, "here")
 
 
 def test_what_vllm_would_read_otherwise_is_not_served(folder: Path, tmp_path: Path) -> None:
