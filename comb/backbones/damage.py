@@ -77,7 +77,9 @@ def _explanation(error: Exception, place: str, folder: Path | None, tokenizer: b
         kind = "it is damaged or cut off, or of a kind that isn't known"
         return DamagedError(damage_of(Path(place)) or f"{place} can't be read as a model {why}: {kind}; {_AGAIN}")
     if parts := conversion_errors(error):
-        name, which = next(iter(parts.items()))
+        name, (*lines, which) = next(iter(parts.items()))
+        if any("quantization_operation.convert(" in line for line in lines):
+            return ValueError(f"{place} can't be quantised ({lines[-1]}): mend that, or choose another quantization")
         return DamagedError(f"{place} has weights that can't be put together for {len(parts)} of the model's, among "
                             f"them {name} ({which}): some are missing, or of another model; {_AGAIN}")  # fmt: skip
     if folder is None and isinstance(error, OSError):

@@ -74,13 +74,14 @@ def _file_of(module: nn.Module) -> dict[str, Any]:
     return vars(sys.modules[type(module).__module__])
 
 
-def conversion_errors(error: BaseException) -> dict[str, str]:
-    """By a model's weight, why a checkpoint's couldn't be put together to it: transformers raises without a name."""
+def conversion_errors(error: BaseException) -> dict[str, list[str]]:
+    """By a model's weight, why a checkpoint's couldn't be put together to it, in lines, of which the last names it and
+    the one before is what was raised: transformers raises without a name."""
     frame = error.__traceback__
     while frame is not None:
         report = frame.tb_frame.f_locals.get("loading_info")
         if found := getattr(report, "conversion_errors", None):
-            return {name: str(text).strip().splitlines()[-1] for name, text in found.items()}
+            return {name: str(text).strip().splitlines() for name, text in found.items()}
         frame = frame.tb_next
     return {}
 

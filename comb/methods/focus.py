@@ -14,11 +14,16 @@ SEAM = 4
 
 
 def _can_be_watched(method: Linked) -> None:
-    if method.support.masks is None or not can_set_attention(method.backbone):
-        raise ValueError(
-            f"method {method.name!r} can't be used with this model: {type(method.backbone).__name__} computes "
-            "attention in its own code, where nobody sees what the question looks at; use 'cacheblend' or 'legolink'"
-        )
+    if not can_set_attention(method.backbone):
+        why = "computes attention in its own code, where nobody sees what the question looks at"
+    elif method.support.masks is None:
+        why = "takes no mask by position, or computes a token otherwise beside others (quantised activations?)"
+    else:
+        return
+    model = type(method.backbone).__name__
+    raise ValueError(
+        f"method {method.name!r} can't be used with this model: {model} {why}; use 'cacheblend' or 'legolink'"
+    )
 
 
 @selects("focus", by_query=True, check=_can_be_watched)

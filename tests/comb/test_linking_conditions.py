@@ -133,6 +133,21 @@ def test_a_prompt_that_begins_with_a_document_has_its_own_sink() -> None:
     assert method.link(picaches, QUERY, prefix_ids=PREFIX).recomputed == (0,)  # the prefix has it
 
 
+@pytest.mark.parametrize(
+    ("lacking", "value", "words"),
+    [
+        ("comb.linking.support.mask_candidates", [], "takes no mask by position, or computes a token otherwise"),
+        ("comb.methods.focus.can_set_attention", False, "computes attention in its own code"),
+    ],
+)
+def test_focus_says_what_it_lacks(lacking: str, value: Any, words: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(lacking, lambda _: value)
+    model = tiny("llama")
+    methods.create("cacheblend:0.3", model)
+    with pytest.raises(ValueError, match=rf"LlamaForCausalLM {words}.*use 'cacheblend'"):
+        methods.create("focus:0.3", model)
+
+
 @pytest.mark.parametrize("spec", ["naive", "legolink:2", "attnlink:4", "cacheblend:0.3", "focus:0.3", "legolink-0"])
 def test_every_choice_of_tokens_takes_a_front_and_shares_its_documents(spec: str) -> None:
     model = model_of("llama")

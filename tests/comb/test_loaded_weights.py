@@ -319,6 +319,17 @@ def test_its_documents_are_linked_as_any_models(kind: str, spec: str, folder: Pa
         assert answered(model, method=spec) == answered(model, method="full")
 
 
+def test_what_a_quantiser_lacks_is_no_damage(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    class Lacking:
+        def convert(self, *_: Any, **__: Any) -> None:
+            raise ImportError("Requires mslk >= 1.0.0")
+
+    monkeypatch.setattr(Rounding, "param_needs_quantization", lambda _, __, name, **___: name == UP)
+    monkeypatch.setattr(Rounding, "get_quantize_ops", lambda _: Lacking())
+    with pytest.raises(ValueError, match=r"model can't be quantised \(Requires mslk >= 1\.0\.0\): mend that"):
+        load_model(str(folder), quantization_config=KINDS["rounded"])
+
+
 class Wrapped(torch.Tensor):
     """A quantised weight as torchao has them: numbers and a scale, for which few operations are written."""
 
