@@ -71,7 +71,7 @@ from comb_training.trainer.run_log import RunLog
 from comb.cli.main import main
 
 def advance(self, step):
-    if step == 13:
+    if step == 13 and os.environ["RANK"] == "1":
         os.kill(os.getpid(), signal.SIGKILL)
 
 RunLog.advance = advance
@@ -87,6 +87,7 @@ def kill_at_step_13(config: Path) -> None:
     done = subprocess.run(arguments, env=ENVIRONMENT, capture_output=True, text=True, timeout=TIMEOUT, check=False)
     assert done.returncode != 0
     assert "SIGKILL" in done.stderr, done.stderr[-4000:]
+    assert "error: another process of this run has ended, see its output" in done.stderr, done.stderr[-4000:]
     assert [path.name for path in (config.parent / "out").glob("checkpoint-*")] == ["checkpoint-10"]
     assert not (config.parent / "out" / "training.json").exists()
 

@@ -23,6 +23,7 @@ from comb_training.config import Config, ModelConfig, TrainConfig
 from comb_training.data.batches import Collator, TrainingExample
 from comb_training.models import training_method
 from comb_training.trainer import checkpoints as saved
+from comb_training.trainer import distributed
 from comb_training.trainer.checkpoints import (
     CheckpointError,
     TrainingDivergedError,
@@ -400,6 +401,22 @@ def test_a_tokenizer_that_a_full_disk_does_not_take_is_a_checkpoint_that_was_not
     assert not list(tmp_path.iterdir())
     with pytest.raises(KeyError), saved.new_checkpoint(tmp_path, 3, keep=0):
         raise KeyError
+
+
+def test_another_process_that_has_ended_is_no_full_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    run = trainer(comb_model(), tmp_path, steps=1, save_steps=1)
+
+    def end(*_: Any) -> None:
+        raise RuntimeError("[/gloo/gloo/transport/tcp/pair.cc:537] Connection closed by peer [127.0.0.1]:29386")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(run.accelerator, "backward", end)
+        with pytest.raises(distributed.ProcessEndedError, match="see its output; --resume auto goes on"):
+            run.train()
+    monkeypatch.setattr(torch.distributed, "barrier", end)
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    with pytest.raises(distributed.ProcessEndedError), saved.new_checkpoint(tmp_path, 3, keep=0):
+        pass
 
 
 def test_half_of_a_checkpoint_is_none_and_those_of_a_longer_run_make_way(tmp_path: Path) -> None:

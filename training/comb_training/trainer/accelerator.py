@@ -132,6 +132,7 @@ def _deepspeed_settings(config: TrainConfig) -> dict[str, Any]:
     return settings
 
 
+@distributed.noticing_ends()
 def trained_weights(model: Any, *, sharded: bool) -> dict[str, Tensor]:
     """The trained parameters in full, on the CPU. Collective. `sharded`: DeepSpeed may have them; its float32 master
     weights are taken."""

@@ -132,7 +132,7 @@ def new_checkpoint(run: Path, step: int, *, keep: int, first: bool = False) -> I
             folder.mkdir(parents=True)
         distributed.barrier()
         yield folder
-    except TrainingDivergedError:
+    except (TrainingDivergedError, distributed.ProcessEndedError):
         raise
     except Exception as error:
         if not (failed_to_write(error) or isinstance(error, RuntimeError)):  # the latter is torch's

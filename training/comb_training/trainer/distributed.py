@@ -38,6 +38,24 @@ def launcher() -> list[str]:
     return ["torchrun", *where, "--nproc_per_node", local, "-m", "comb_training.train"]
 
 
+class ProcessEndedError(RuntimeError):
+    """Another process of this run has ended."""
+
+
+@contextmanager
+def noticing_ends() -> Iterator[None]:
+    """Raises ProcessEndedError for what a collective raises when another process has ended."""
+    try:
+        yield
+    except RuntimeError as error:
+        if not isinstance(error, dist.DistError) and "gloo/" not in str(error):  # gloo has no class of its own
+            raise
+        raise ProcessEndedError(
+            "another process of this run has ended, see its output; --resume auto goes on from the newest checkpoint"
+        ) from error
+
+
+@noticing_ends()
 def _reduced(values: Sequence[float], operation: Any) -> list[float]:
     if world_size() == 1:
         return list(values)
@@ -67,6 +85,7 @@ def agree_on_passes(wanted: int, possible: int) -> int:
     return int(min(least, -most)) if world_size() > 1 else wanted
 
 
+@noticing_ends()
 def barrier() -> None:
     """Waits for every rank."""
     if world_size() > 1:

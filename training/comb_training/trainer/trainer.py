@@ -227,6 +227,7 @@ class CombTrainer:
             for batch in mine[steps * self.config.gradient_accumulation_steps :]:
                 yield self.collate([self.examples[index] for index in batch])
 
+    @distributed.noticing_ends()
     def _train_step(self, batches: Sequence[dict[str, Any]], rate: float) -> Tensor | float | None:
         """One optimizer step; the norm of its gradient, unless DeepSpeed doesn't tell."""
         [targets] = distributed.summed(sum(int((batch["labels"][:, 1:] != IGNORED).sum()) for batch in batches))
@@ -300,7 +301,8 @@ class CombTrainer:
             state = {"cpu": torch.get_rng_state(), "cuda": cuda, "loss": self._loss.item()}
             torch.save(state, path / RANDOM_STATE.format(distributed.rank()))
             if self.sharded:
-                self._wrapped.save_checkpoint(str(path), exclude_frozen_parameters=True)
+                with distributed.noticing_ends():
+                    self._wrapped.save_checkpoint(str(path), exclude_frozen_parameters=True)
             if distributed.is_main():
                 # an adapter folder, which can be asked like the one of a finished run
                 self.model.save_pretrained(path, tokenizer=self.tokenizer, state_dict=trained)
