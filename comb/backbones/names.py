@@ -92,14 +92,18 @@ class Names:
             return f"{self.of(value.__func__)} of {self.of(value.__self__)}"
         if isinstance(value, types.FunctionType | types.BuiltinFunctionType | type):
             return self._defined(value)
-        if not _is_installed(type(value)) or (callable(value) and not isinstance(value, nn.Module)):
+        if not _is_installed(type(value)):
             return _own_name(value)
         held = vars(value)
         if isinstance(value, nn.Module):
             tensors = {**value._parameters, **value._buffers, **value._modules}
             held = {**{name: each for name, each in held.items() if counts(name)}, **tensors}
         else:  # what it keeps of its runs isn't known: what is plain
-            held = {name: each for name, each in held.items() if isinstance(each, (*_VALUES, Enum))}
+            plain = {name: each for name, each in held.items() if isinstance(each, (*_VALUES, Enum))}
+            # of what can be called, all has to be, and nothing of it in C
+            if callable(value) and not (plain == held and isinstance(type(value).__call__, types.FunctionType)):
+                return _own_name(value)
+            held = plain
         return f"{self.of(type(value))} {[(name, self.of(held[name])) for name in sorted(held)]}"
 
     def _defined(self, value: Any) -> str:

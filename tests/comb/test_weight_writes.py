@@ -17,9 +17,11 @@ import numpy as np
 import pytest
 import torch
 from torch import Tensor
+from transformers import SuppressTokensLogitsProcessor, TemperatureLogitsWarper
 
 from comb import LinkTokensForCausalLM, PICacheStore, PICEngine
 from comb.backbones.identity import forget_identity, identity_of, weights_fingerprint
+from comb.backbones.names import Names
 from comb.locks import lock_of
 from tests.helpers.families import tiny
 from tests.helpers.tiny_engine import (
@@ -407,6 +409,14 @@ def test_installed_parts_have_the_same_names_in_every_process(change: Callable[[
     called = name_of(model)
     forget_identity(model)
     assert name_of(model) != called
+
+
+def test_a_callable_object_of_a_package_goes_by_what_it_holds_if_that_is_plain() -> None:
+    """As quanto's layers have one; more may hold what isn't known, as torch.jit's do, in C."""
+    warm, cold = (Names().of(TemperatureLogitsWarper(each)) for each in (2.0, 0.5))
+    assert warm == Names().of(TemperatureLogitsWarper(2.0)) != cold
+    for make in (lambda: SuppressTokensLogitsProcessor([1]), lambda: torch.jit.trace(torch.sin, torch.ones(1))):
+        assert Names().of(make()) != Names().of(make())
 
 
 # ---- values that are replaced by others of their kind ----
