@@ -19,7 +19,6 @@ from peft import LoraConfig, get_peft_model
 from safetensors.torch import load_file, save_file
 
 from comb import CombForCausalLM
-from comb.backbones.settings import WRONG
 from comb.cli import main as cli
 from comb.linktokens.modeling import LinkTokensForCausalLM
 from tests.helpers.byte_text import byte_llama, byte_tokenizer
@@ -175,37 +174,27 @@ SAID: list[tuple[str, str, Callable[[Path], Any], str, str]] = [
     ("m", "ask train serve", edit(C, hidden_act="swosh"), C, "hidden_act is 'swosh'"),
     ("m", "ask dry serve", rope(rope_type="spiral"), C, "rope_type is 'spiral'"),
     ("m", "ask dry serve", rope(rope_theta="big"), C, "'str'"),
-    ("m", "ask dry serve", rope(rope_theta=-1.0), C, "rope_theta is -1.0"),
-    ("m", "ask dry serve", edit(C, num_attention_heads=0), C, "num_attention_heads is 0"),
     ("m", "ask dry serve", edit(C, num_attention_heads=3), C, "not a multiple"),
-    ("m", "ask dry serve", edit(C, num_key_value_heads=0), C, "num_key_value_heads is 0"),
+    ("m", "ask dry serve", edit(C, num_key_value_heads=0), C, "gives no model (ZeroDivisionError"),
     ("m", "ask dry serve", edit(C, dtype="float17"), C, "float17"),
     ("m", "ask dry serve", edit(C, dtype=5), C, "'int'"),
     ("m", "ask info doctor", edit(C, hidden_size="32"), C, "'hidden_size' expected int, got str"),
     ("m", "ask dry serve", edit(C, hidden_size=None), C, "'hidden_size' expected int, got NoneType"),
     ("m", "ask dry serve", edit(C, vocab_size=[300]), C, "'vocab_size' expected int, got list"),
     ("m", "ask dry random", edit(C, num_hidden_layers=2.0), C, "'num_hidden_layers' expected int, got float"),
-    ("m", "ask dry serve", edit(C, num_hidden_layers=-1), C, "num_hidden_layers is -1"),
-    ("m", "ask dry serve", edit(C, max_position_embeddings=-5), C, "max_position_embeddings is -5"),
-    ("m", "ask dry serve", edit(C, rms_norm_eps=float("nan")), C, "rms_norm_eps is NaN"),
-    ("m", "ask dry serve", edit(C, rms_norm_eps=-1.0), C, "rms_norm_eps is -1.0"),
+    ("m", "ask", edit(C, rms_norm_eps=float("nan")), "NaN", "computes NaN"),
     ("m", "ask dry serve", edit(C, eos_token_id="x"), C, "'eos_token_id'"),
     ("m", "ask dry serve", edit(C, pad_token_id=5000), C, "adding_idx"),
     ("m", "ask dry serve", edit(C, model_type=["llama"]), C, "model_type"),
     ("m", "ask dry serve", edit(C, model_type="t5"), C, "no causal language model of model_type 't5'"),
-    ("m", "ask dry serve", edit(C, architectures="Llama"), C, "architectures"),
-    ("m", "ask dry serve", edit(C, quantization_config="awq"), C, "quantization_config"),
     ("m", "ask dry serve", write(C, "[]"), C, "should be a JSON object"),
     ("m", "ask dry serve", write(C, "null"), C, "should be a JSON object"),
     ("m", "ask dry", lambda folder: (folder / C).unlink(), "model", "has no config.json"),
     # how answers are generated
-    ("m", "ask dry serve", edit(G, max_new_tokens="x"), G, "max_new_tokens is 'x'"),
-    ("a", "ask push serve", edit(G, temperature="hot"), G, "temperature is 'hot'"),
+    ("m", "ask train", edit(G, max_new_tokens="x"), G, "TypeError"),
     ("a", "ask push serve", write(G, "[]"), G, "should be a JSON object"),
     ("m", "ask dry serve", edit(G, eos_token_id=["x"]), G, "eos_token_id"),
-    ("m", "ask dry serve", edit(G, stop_strings=5), G, "stop_strings"),
-    ("m", "ask dry serve", edit(G, num_beams=0), G, "num_beams is 0"),
-    ("m", "ask dry serve", edit(G, max_new_tokens=-5), G, "max_new_tokens"),
+    ("m", "ask train", edit(G, max_new_tokens=-5), G, "max_new_tokens"),
     ("m", "ask", lambda folder: ((folder / G).unlink(), (folder / G).mkdir()), G, "is a folder"),
     # templates and tokenizers
     ("m", "ask dry serve", lambda folder: (folder / TEMPLATE).write_bytes(b"caf\xe9"), TEMPLATE, "is not UTF-8"),
@@ -221,11 +210,9 @@ SAID: list[tuple[str, str, Callable[[Path], Any], str, str]] = [
     ("m", "ask dry serve", write(TOKENS, "{}"), TOKENS, "can't be read by tokenizers"),
     ("m", "ask dry serve", write(T, "[]"), T, "should be a JSON object"),
     ("a", "ask push serve", write(T, "[]"), T, "should be a JSON object"),
-    ("m", "ask dry serve", edit(T, eos_token=5), T, "eos_token is 5"),
-    ("m", "ask dry serve", edit(T, model_max_length="long"), T, "model_max_length is 'long'"),
+    ("m", "ask", edit(T, eos_token=5), T, "eos_token has to be"),
     ("m", "ask dry serve", edit(T, extra_special_tokens="x"), T, "extra_special_tokens"),
     ("m", "ask dry serve", write("special_tokens_map.json", "[]"), "special_tokens_map.json", "JSON object"),
-    ("m", "ask dry serve", write("added_tokens.json", '{"x": "y"}'), "added_tokens.json", "'y'"),
     # weights
     ("m", "ask train", weights(lambda w: w[MATRIX].fill_(float("nan"))), "model", f"in 1 weight ({MATRIX})"),
     ("m", "ask eval", weights(lambda w: w[MATRIX][3].fill_(float("inf"))), "model", "NaN or infinity"),
@@ -254,9 +241,8 @@ SAID: list[tuple[str, str, Callable[[Path], Any], str, str]] = [
     ("l", "ask push serve", edit(C, layer_shapes=[[1, 2]]), C, "layer_shapes"),
     ("l", "ask push serve", edit(C, backbone_name_or_path=5), C, "'backbone_name_or_path'"),
     # peft's
-    ("t", "ask", edit(P, r="x"), P, "r is 'x'"),
-    ("t", "ask", edit(P, lora_alpha=None), P, "lora_alpha is None"),
-    ("t", "ask", edit(P, peft_type="NEW"), P, "peft_type is 'NEW'"),
+    ("t", "ask", edit(P, r="x"), P, "doesn't fit its weights, model or peft (TypeError"),
+    ("t", "ask", edit(P, peft_type="NEW"), P, "(KeyError: 'NEW'): mend it there"),
     ("t", "ask", edit(P, base_model_name_or_path=None), P, "doesn't name its model"),
     ("t", "ask", edit(P, base_model_name_or_path="gone"), P, "no model 'gone'"),
     ("t", "ask", edit(P, target_modules=["nope"]), P, "nope not found|not found"),
@@ -495,13 +481,3 @@ def test_a_process_of_its_own(place: Path) -> None:
     assert (run.returncode, run.stdout) == (1, "")
     assert "Traceback" not in run.stderr
     assert run.stderr.strip().splitlines()[-1].endswith("run `git lfs pull` in model")
-
-
-def test_settings_that_transformers_and_peft_work_with_are_taken() -> None:
-    for file, content in (
-        ("config.json", {"vision_config": {"num_hidden_layers": 0}, "local_rope_theta": -1}),
-        ("generation_config.json", {"max_length": 4096.0, "top_k": 50.0, "bos_token_id": [1], "eos_token_id": 257.0}),
-        ("tokenizer_config.json", {"num_image_token": 256, "chat_template": {"default": "{{ messages }}"}}),
-        ("adapter_config.json", {"peft_type": "LORA", "fan_in_fan_out": None, "use_dora": 0, "bias": "none"}),
-    ):
-        assert WRONG[file](content) is None, file

@@ -5,6 +5,7 @@ libraries that read checkpoints often say neither ("header too large" is what a 
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
@@ -16,11 +17,11 @@ from safetensors import safe_open
 from tokenizers import Tokenizer, __version__
 from torch import Tensor
 
-from comb.backbones.settings import PEFT, WRONG, is_validation, values_in, words_of
 from comb.backbones.tracebacks import DamagedError, raised_by_us
 from comb.backbones.transformers_private import conversion_errors, why_no_template
 from comb.files import read_json
 
+PEFT = "adapter_config.json"
 _MODEL_FILES = ("config.json", "generation_config.json", "model*.safetensors*", "pytorch_model*", "adapter_*")
 TOKENIZER_FILES = (
     "tokenizer.*", "tokenizer_config.json", "special_tokens_map.json", "chat_template*", "added_tokens.json", "vocab.*",
@@ -68,7 +69,7 @@ def explained(place: str | Path, *, tokenizer: bool = False) -> Iterator[None]:
 
 
 def _explanation(error: Exception, place: str, folder: Path | None, tokenizer: bool) -> Exception:
-    said, what = words_of(error), f"the tokenizer of {place}" if tokenizer else place
+    said, what = _words_of(error), f"the tokenizer of {place}" if tokenizer else place
     if isinstance(error, ImportError):
         install = "" if "install" in said or not error.name else f": pip install {error.name}"
         return ImportError(f"{what} can't be loaded, a package is missing: {said}{install}")
@@ -86,11 +87,11 @@ def _explanation(error: Exception, place: str, folder: Path | None, tokenizer: b
         return OSError(f"no model {place!r}: there is no such folder, and as a Hub id it can't be read: {said}")
     if folder is None:
         return (ValueError if isinstance(error, ValueError) else OSError)(f"{what} can't be loaded {why}")
-    remedy = f"see its config.json and the options that were given, or {_AGAIN}"
+    remedy = f"see its config.json and generation_config.json, and the options that were given, or {_AGAIN}"
     if tokenizer:
         remedy = f"see tokenizer_config.json and what is beside it, or {_AGAIN}"
     elif (folder / PEFT).is_file():
-        return DamagedError(f"{folder / PEFT} doesn't fit its weights or its model {why}: {_MEND}")
+        return DamagedError(f"{folder / PEFT} doesn't fit its weights, model or peft {why}: {_MEND}, or upgrade peft")
     elif not (folder / "config.json").is_file():
         return DamagedError(f"{place} has no config.json, so it is no model's folder: {_AGAIN}, or name another one")
     elif (gone := _no_weights(folder)) is not None:
@@ -245,9 +246,13 @@ def _damage_in_json(path: Path) -> str | None:
         return f"{path} should be a JSON object, it is a {type(content).__name__}: {_AGAIN}"
     if path.name == "config.json" and not (isinstance(content.get("model_type"), str) and content["model_type"]):
         return f"{path} has no model_type, so it is no model's: {_AGAIN}"
-    wrong = WRONG[path.name](content) if path.name in WRONG else None
-    if wrong is not None:
-        return f"{path}: {wrong}: {_MEND}"
+    if path.name == "generation_config.json":
+        ids = content.get("eos_token_id")  # which is read when an answer begins
+        if not all(isinstance(each, int | float | None) for each in (ids if isinstance(ids, list) else [ids])):
+            return f"{path}: eos_token_id is {ids!r}, not a token's number: {_MEND}"
+    template = content.get("chat_template") if path.name == "tokenizer_config.json" else None
+    if isinstance(template, str) and (why := why_no_template(template)) is not None:
+        return f"{path}: its chat_template is none ({why}): {_MEND}"
     if path.name.endswith(".index.json"):
         shards = content.get("weight_map")
         kinds = (".safetensors", ".bin")
@@ -285,11 +290,34 @@ def _refused(folder: Path) -> str | None:
     except (ImportError, MemoryError, RecursionError):
         return None
     except Exception as error:  # whatever a value makes a class do
-        named = [name for name, value in values_in(content) if isinstance(error, KeyError) and value == error.args[0]]
+        named = [name for name, value in _values_in(content) if isinstance(error, KeyError) and value == error.args[0]]
         if named:  # a name that a table of transformers doesn't have
             return f"{path}: {named[0]} is {error.args[0]!r}, which transformers {version} doesn't know: {_MEND}"
-        words = words_of(error)
-        if not raised_by_us(error) and not is_validation(error):
+        words = _words_of(error)
+        if not raised_by_us(error) and not _is_validation(error):
             words = f"{type(error).__name__}: {words}"
         return f"{path} gives no model ({words}){'' if 'pip install' in words else f': {_MEND}'}"
     return None
+
+
+def _values_in(content: Any, name: str = "") -> Iterator[tuple[str, Any]]:
+    """All values with their names, however deep."""
+    if isinstance(content, dict):
+        for key, value in content.items():
+            yield from _values_in(value, key)
+    elif isinstance(content, list):
+        for value in content:
+            yield from _values_in(value, name)
+    else:
+        yield name, content
+
+
+def _is_validation(error: Exception) -> bool:
+    return type(error).__name__.startswith("StrictDataclass")
+
+
+def _words_of(error: Exception) -> str:
+    """What an error says, in one line; of a value of another type than it should have, without the frame around it."""
+    said = " ".join(str(error).split())
+    frame = r"^(Class )?[Vv]alidation error for .*?: \w+Error: |\. Errors: .*$"
+    return re.sub(frame, "", said) if _is_validation(error) else said

@@ -14,9 +14,8 @@ from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 from comb.backbones import backbones
 from comb.backbones.adapter import is_adapter
-from comb.backbones.damage import check_files, check_settings, damage_of, explained, headers, local_folder
+from comb.backbones.damage import PEFT, check_files, check_settings, damage_of, explained, headers, local_folder
 from comb.backbones.gguf import SUFFIX, convert, gguf_file
-from comb.backbones.settings import PEFT
 from comb.backbones.torch_private import is_slow_here
 from comb.backbones.tracebacks import DamagedError
 from comb.backbones.unpublished import private_file, read_private

@@ -96,8 +96,8 @@ def convert_release(source: str | Path, target: str | Path, *, backbone_name: st
             part.to(dtype)
         check_finite(backbone, source)
         model.eval()
-    if (source / "generation_config.json").exists():
-        model.generation_config = backbone.generation_config = GenerationConfig.from_pretrained(source)
+        if (source / "generation_config.json").exists():
+            model.generation_config = backbone.generation_config = GenerationConfig.from_pretrained(source)
     backbone.save_pretrained(target / "backbone")
     share_weights(target / "backbone")
     model.save_pretrained(target)

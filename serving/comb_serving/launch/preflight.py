@@ -10,9 +10,8 @@ from types import SimpleNamespace
 from typing import Any
 
 from comb.backbones.adapter import is_adapter
-from comb.backbones.damage import check_settings
+from comb.backbones.damage import PEFT, check_settings
 from comb.backbones.loading import backbone_of_adapter, load_config, resolve_name, trained_quantised
-from comb.backbones.settings import PEFT
 from comb.backbones.tokenizer import load_tokenizer
 from comb.documents.found import check_sizes
 from comb.files import read_json

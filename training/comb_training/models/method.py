@@ -14,9 +14,9 @@ from typing import Any, ClassVar
 
 import torch
 
+from comb.backbones.damage import PEFT
 from comb.backbones.loading import HUB_ARGUMENTS, backbone_of_adapter, load_config, resolve_name
 from comb.backbones.rotary import prompt_limit
-from comb.backbones.settings import PEFT
 from comb.backbones.tokenizer import load_tokenizer
 from comb.documents.datasets import Counts
 from comb.files import read_json
