@@ -138,7 +138,7 @@ def doctor(
         from comb.model.source import named_device, named_dtype
 
         if backbone is not None:
-            raise typer.BadParameter("--random makes a model of MODEL's architecture: name the backbone as MODEL")
+            raise ValueError("--random makes a model of MODEL's architecture: name the backbone as MODEL")
         config = load_config(model)
         with explained(model):
             loaded = random_model(config)
@@ -243,6 +243,8 @@ def ask(
     from comb.documents.rendering import template_arguments
     from comb.files import read_text
 
+    if not question.strip():
+        raise ValueError('the question is empty: comb ask MODEL --doc FILE "question"')
     if encoder not in ("on", "off"):
         raise ValueError(f"--encoder is on or off, not {encoder!r}")
     arguments = template_arguments(chat_template_kwargs)
@@ -358,6 +360,12 @@ def one_line(error: BaseException) -> str:
     from comb.backbones.tracebacks import frames, in_comb, raised_by_us
 
     message = " ".join(str(error).split())
+    if format_message := getattr(error, "format_message", None):  # click's, or of typer's copy of it
+        message, context = format_message().rstrip("."), getattr(error, "ctx", None)
+        many = [each.opts[0] for each in context.command.params if getattr(each, "multiple", False)] if context else []
+        if many and "extra argument" in message:
+            message += f": {' and '.join(many)} comes again before each of several"
+        return f"{message} ({context.command_path if context else 'comb'} --help says what there is)"
     if raised_by_us(error) and message:
         return message
     if isinstance(error, OSError) and error.strerror and error.errno in _REMEDIES:
@@ -394,12 +402,17 @@ def main(arguments: Sequence[str] | None = None) -> None:
             stream.reconfigure(errors="backslashreplace")  # rather than no answer where a terminal lacks a character
     try:
         _add_commands()
-        app([argument for argument in given if argument != "--debug"], prog_name="comb")
+        # not standalone, where usage errors would be a page
+        status = app([each for each in given if each != "--debug"], prog_name="comb", standalone_mode=False)
     except Exception as error:
-        if debug:
+        if type(error).__name__ == "NoArgsIsHelpError":
+            error.show()  # type: ignore[attr-defined]  # click's, or of typer's copy of it
+        elif debug:
             raise
-        errors.print(f"[bold red]error:[/] {escape(one_line(error))}", soft_wrap=True)
-        sys.exit(1)
+        else:
+            errors.print(f"[bold red]error:[/] {escape(one_line(error))}", soft_wrap=True)
+        status = getattr(error, "exit_code", 1)
+    sys.exit(status)
 
 
 if __name__ == "__main__":

@@ -111,6 +111,7 @@ def test_errors_are_one_line(
         (["ask", adapter.parent / "backbone", "why?", "--method", "comb"], "from_backbone"),
         (["ask", adapter.parent / "bare", "why?"], "no tokenizer found in"),
         (["ask", adapter, "why?", "--encoder", "maybe"], "--encoder is on or off"),
+        (["ask", adapter, " "], "the question is empty"),
         (["ask", adapter, "why?", "--device", "cuda:1"], "--device cuda:1, but there is no GPU"),
         (["doctor", adapter.parent / "backbone", "--random", "--device", "cuda"], "but there is no GPU"),
         (["info", adapter, "--dtype", "bf16"], "--dtype is auto, float32"),
@@ -127,3 +128,25 @@ def test_errors_are_one_line(
         error = capsys.readouterr().err
         assert message in error, (arguments, error)
         assert "Traceback" not in error
+
+
+def test_misuse_is_one_line_too(capsys: pytest.CaptureFixture[str]) -> None:
+    """Of every command, with the status that shells know for it."""
+    for command, message in (
+        ("ask nano --doc a.txt b.txt why?", "argument(s) (why?): --doc comes again before each of several (comb ask"),
+        ("ask", "Missing argument 'model' (comb ask --help"),
+        ("info nano --blok 3", "No such option: --blok"),
+        ("info nano --blocks", "'--blocks' requires an argument"),
+        ("train", "Missing argument 'config' (comb train --help"),
+        ("bench method", "unknown benchmark 'method'; known: context-length"),
+        ("bench methods --questions x", "Invalid value for '--questions'"),
+        ("tran", "No such command 'tran'"),
+    ):
+        with pytest.raises(SystemExit) as stop:
+            cli.main(command.split())
+        [line] = capsys.readouterr().err.splitlines()
+        assert (stop.value.code, line.startswith("error: "), message in line) == (2, True, True), line
+    for command in ([], ["bench"]):
+        with pytest.raises(SystemExit):
+            cli.main(command)
+        assert "--help" in "".join(capsys.readouterr())
