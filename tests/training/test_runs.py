@@ -87,7 +87,10 @@ def test_run_training_end_to_end(config_for: Callable[..., Any], tmp_path: Path,
 
 
 def test_scores_of_an_older_adapter_do_not_stay_in_the_card(
-    config_for: Callable[..., Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    config_for: Callable[..., Any],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
     row = {"method": "comb", "n": 1, "em": 1.0, "f1": 1.0}
     (tmp_path / "out").mkdir()
@@ -103,6 +106,16 @@ def test_scores_of_an_older_adapter_do_not_stay_in_the_card(
     card = (tmp_path / "out" / "README.md").read_text()
     assert "exact match" not in card
     assert "results.png" not in card
+    assert "trained before" not in caplog.text  # there was none
+    (tmp_path / "out" / "results-mine.json").write_text(json.dumps({"argv": ["comb"], "results": [row]}))
+    monkeypatch.setattr("comb_training.train.prepare", Mock(side_effect=RuntimeError("the first step")))
+    with pytest.raises(RuntimeError, match="the first step"):
+        run_training(config_for(answers="gold"), progress=False)
+    assert (
+        "out holds an adapter that was trained before: this run replaces it when it ends, and deletes its"
+        in caplog.text
+    )
+    assert "scores (results-mine.json). To keep it, choose another train.output_dir" in caplog.text
     assert "| data | `data.jsonl` (not on the Hub) |" in card
 
 

@@ -25,6 +25,7 @@ from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 from transformers.utils import SAFE_WEIGHTS_NAME
 
 from comb.files import failed_to_write
+from comb.hub.facts import RESULTS, TRAINING
 from comb_training.config import TrainConfig
 from comb_training.trainer import distributed
 from comb_training.trainer.run_log import LENGTHS, how_it_ended, last_run
@@ -69,6 +70,12 @@ def checkpoint_to_resume(train: TrainConfig, resume: str | Path | None) -> Path 
             logger.warning(
                 "%s of an earlier run goes when this one writes its first: stop it and add --resume auto to go on from "
                 "there, or choose another train.output_dir", found[-1],
+            )  # fmt: skip
+        if (folder / TRAINING).is_file() and distributed.is_main():
+            scores = ", ".join(sorted(path.name for path in folder.glob(RESULTS)))
+            logger.warning(
+                "%s holds an adapter that was trained before: this run replaces it when it ends%s. To keep it, choose "
+                "another train.output_dir", folder, f", and deletes its scores ({scores})" if scores else "",
             )  # fmt: skip
         return None
     if str(resume) != AUTO:
