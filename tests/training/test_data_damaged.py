@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gzip
 import json
+import re
 from collections.abc import Callable, Iterator
 from copy import deepcopy
 from pathlib import Path
@@ -149,8 +150,10 @@ def question(**fields: Any) -> Row:
         (
             "jsonl",
             [OWN, {**OWN, "documents": "text"}],
-            r"rows.json\[1\]: 'documents' is a list of str or dict, got 'text'",
+            r"rows.json\[1\]: 'documents' is a list of texts or objects, got 'text': put it in brackets",
         ),
+        ("jsonl", [{"messages": []}], "there is no 'documents'; there is 'messages'"),
+        ("jsonl", json.dumps(question(question="Who?")), "as in SQuAD: data=squad data.path=FILE"),
         ("jsonl", [OWN, {**OWN, "query": "\ud83d"}], r"rows.json\[1\] holds half of a character"),
         ("jsonl", [{"documents": ["x"], "answer": "a"}], "there is no 'query'; there is 'documents', 'answer'"),
         ("jsonl", [{**OWN, "answer": ""}], "gives no example .*1 dropped: no answer"),
@@ -214,7 +217,7 @@ def test_what_holds_no_questions_is_counted(tmp_path: Path) -> None:
         assert len(found) == found.counts.kept == 6
     for content in ({"data": None}, {}, {"data": []}, {"data": "x"}, {"data": [3]}, {"version": 2}):
         file.write_text(json.dumps(content))
-        with pytest.raises(ValueError, match=r"s\.json: 'data'"):
+        with pytest.raises(ValueError, match=r"s\.json: .*'data'"):
             read_dataset("squad", file)
     for number in range(3):
         task = OFFICIAL["natural_instructions"](number) | ({"Instances": None} if number == 1 else {})
@@ -232,9 +235,13 @@ def test_files_of_another_kind(name: str, tmp_path: Path) -> None:
         ("cut.json.gz", gzip.compress(row)[:-6], "not gzipped, or cut off"),
         ("odd.json.gz", gzip.compress(row)[:10] + b"\xff" * 20, "not gzipped, or cut off"),
         ("table.json", b"PAR1\x15\xff\xfe", "not UTF-8 text"),
+        ("table.parquet", b"PAR1\x15\xff\xfe", f"name its folder, hf://{tmp_path}"),
+        ("rows.jsonl.zst", b"\x28\xb5\x2f\xfd", "unpack it, or pack it by gzip"),
+        ("mine.csv", b"documents,query,answer\nx,y,z\n", 'JSONL, a line for each: {"documents": ["..."], "query"'),
+        ("mine.xlsx", b"PK", "JSONL, a line for each"),
     ):
         (tmp_path / file).write_bytes(content)
-        with pytest.raises(ValueError, match=words.replace(".", r"\.")) as found:
+        with pytest.raises(ValueError, match=re.escape(words)) as found:
             read_dataset(name, tmp_path / file)
         assert f"{file} is" in str(found.value)
     (tmp_path / "folder").mkdir()

@@ -88,7 +88,7 @@ def test_squad_rows_become_articles(hub: Path) -> None:
         assert {document.title for document in example.documents} == {example.group}  # both from one article
         assert example.references == ("Ann", "Ann B")
     save_parquet(hub, "train", {**rows[1], "answers": ["Ann"]})
-    with pytest.raises(ValueError, match=r"\[0\]: 'answers' is a list of dict"):
+    with pytest.raises(ValueError, match=r"\[0\]: 'answers' is a list of objects"):
         read_dataset("squad", f"hf://{hub}")
 
 

@@ -48,22 +48,24 @@ class DatasetRow:
 
     def text(self, name: str, *others: str) -> str:
         """The first of these fields that isn't null, a text; blank where all that are there are null."""
-        there = [key for key in (name, *others) if key in self.row]
+        there = self._there(name, *others)
+        return next((self.check_text(self.row[key], key) for key in there if self.row[key] is not None), "")
+
+    def _there(self, *names: str) -> list[str]:
+        there = [key for key in names if key in self.row]
         if not there:
             fields = ", ".join(map(repr, self.row)) or "nothing"
-            raise ValueError(
-                f"{self.where}: there is no {' or '.join(map(repr, (name, *others)))}; there is {fields}"[:300]
-            )
-        return next((self.check_text(self.row[key], key) for key in there if self.row[key] is not None), "")
+            raise ValueError(f"{self.where}: there is no {' or '.join(map(repr, names))}; there is {fields}"[:300])
+        return there
 
     def items(self, name: str, *kinds: type) -> list[Any]:
         """A list field whose items are all of one of these types; empty where it is null."""
-        items = self.row.get(name)
-        if items is None and name in self.row:
-            items = []
+        self._there(name)
+        items = [] if self.row[name] is None else self.row[name]
         if not isinstance(items, list) or not all(isinstance(item, kinds) for item in items):
-            expected = " or ".join(kind.__name__ for kind in kinds)
-            raise ValueError(f"{self.where}: {name!r} is a list of {expected}, got {str(items)[:80]!r}")
+            expected = " or ".join("texts" if kind is str else "objects" for kind in kinds)
+            one = ": put it in brackets" if isinstance(items, kinds) else ""
+            raise ValueError(f"{self.where}: {name!r} is a list of {expected}, got {str(items)[:80]!r}{one}")
         return [self.check_text(item, name) if isinstance(item, str) else item for item in items]
 
     def texts(self, name: str) -> list[str]:
@@ -212,15 +214,30 @@ def read_text(path: Path, dataset: str) -> str:
         data = path.read_bytes()
         if not packed and data.startswith(_GZIP):
             raise ValueError(f"{what} is packed by gzip: let its name end in .gz, or unpack it")
-        return (gzip.decompress(data) if packed else data).decode("utf-8-sig")
+        text = (gzip.decompress(data) if packed else data).decode("utf-8-sig")
     except UnicodeDecodeError as error:
-        raise ValueError(
-            f"{what} is not UTF-8 text ({error}): save it as UTF-8 (tables such as parquet are read as {HUB}FOLDER)"
-        ) from error
+        instead = _instead(path) or f"save it as UTF-8 (tables such as parquet are read as {HUB}FOLDER)"
+        raise ValueError(f"{what} is not UTF-8 text ({error}): {instead}") from error
     except (EOFError, gzip.BadGzipFile, zlib.error) as error:
         raise ValueError(f"{what} is not gzipped, or cut off ({error}): download or pack it again") from error
     except OSError as error:
         raise ValueError(f"{what} can't be read ({error.strerror}): see who may read it (ls -l)") from error
+    if instead := _instead(path):
+        raise ValueError(f"{what} is not JSON: {instead}")
+    return text
+
+
+def _instead(path: Path) -> str:
+    """What to do with a file of another kind, by its name."""
+    kind = path.name.lower().removesuffix(".gz").rpartition(".")[2]
+    if kind in ("parquet", "arrow"):
+        return f"name its folder, {HUB}{path.parent.resolve()}"
+    if kind in ("zst", "xz", "bz2", "zip"):
+        return "unpack it, or pack it by gzip"
+    if kind in ("csv", "tsv", "xlsx", "xls", "ods"):
+        row = '{"documents": ["..."], "query": "...", "answer": "..."}'
+        return f"save its rows as JSONL, a line for each: {row}, or what docs/training.md names for another data set"
+    return ""
 
 
 def read_alike(files: Sequence[str | Path], dataset: str, *names: str, lines: bool = False) -> list[DatasetRow]:

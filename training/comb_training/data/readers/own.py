@@ -61,6 +61,8 @@ def _files(side: DatasetSide, path: Path) -> tuple[list[Path], Split]:
 
 def _example(record: DatasetRow, num_documents: int | None) -> Example | str:
     """The example of a row, or the reason why it gives none. Raises ValueError for a malformed row."""
+    if "data" in record.row and "documents" not in record.row:
+        raise ValueError(f"{record.where}: there is no 'documents', but 'data' as in SQuAD: data=squad data.path=FILE")
     documents = []
     for item in record.items("documents", str, dict):
         fields = replace(record, row=item if isinstance(item, dict) else {"text": item})
