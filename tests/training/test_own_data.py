@@ -203,3 +203,6 @@ def test_the_same_word_in_every_command(tmp_path: Path, monkeypatch: pytest.Monk
         written = json.loads((tmp_path / "r.json").read_text())
         assert [row["n"] for row in written["results"]] == [asked]
         assert ("--split all asks all of them" in " ".join(told.output.split())) == (asked < 20)
+    for named, trained_on in ((["data=mine.jsonl"], True), ([], True), (["data=other.jsonl"], False)):
+        told = invoke("eval", "out", *named, "--split", "all", "--limit", "2")
+        assert ("that it was trained on, too" in " ".join(told.output.split())) == trained_on, told.output

@@ -79,8 +79,10 @@ def evaluate(
         check_writable(out.parent, out.name, out.with_suffix(".png").name)
         read_card(out.parent)  # of an adapter, whose card will show the results
     trained = read_training(checkpoint) or {}
-    files = trained.get("files")  # nothing is known of older adapters'
-    if same and split == "heldout" and files is not None and not {*file_digests(settings.data)} <= {*files}:
+    files, asked = trained.get("files"), {*file_digests(settings.data)}  # nothing is known of older adapters' files
+    if split == "all" and (same or asked & {*(files or ())}):
+        console.print("[yellow]asked are rows that it was trained on, too; --split heldout leaves them out[/]")
+    if same and split == "heldout" and files is not None and not asked <= {*files}:
         console.print("[yellow]the data isn't what it was at the training: some of what is asked may be trained on[/]")
     model = load_checkpoint(checkpoint, settings, backbone=backbone)
     # what was trained with is in the adapter's own template
