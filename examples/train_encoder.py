@@ -29,7 +29,7 @@ def main(backbone: str, data: str, output_dir: str, *more: str) -> None:
     print(
         f"{result.record['steps']} steps in {result.record['seconds']:.0f} s, loss {result.record['losses'][-1][1]:.3f}"
     )
-    print(f"adapter, card and loss plot are in {result.output_dir}")
+    print(f"adapter, card and loss plot are in {result.checkpoint or result.output_dir}")
 
 
 if __name__ == "__main__":

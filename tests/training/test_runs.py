@@ -349,6 +349,14 @@ def test_commands_say_what_is_missing(file_for: Callable[..., str], tiny: Path, 
         assert message in str(result.exception)
 
 
+def test_a_demo_that_was_stopped_asks_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is in its folder is an earlier run's."""
+    monkeypatch.setattr(demonstration, "run_training", lambda config: SimpleNamespace(terminated="SIGTERM"))
+    result = invoke("demo", "--output-dir", str(tmp_path))
+    assert result.exit_code == 143, result.output
+    assert "stopped by SIGTERM" in result.output
+
+
 def test_the_demo_trains_as_the_nano_recipe_does() -> None:
     recipe = load_config(Path(__file__).resolve().parents[2] / "configs" / "nano.yaml")
     ours = demonstration.demo_config(recipe.train.output_dir, recipe.train.steps, recipe.train.seed)

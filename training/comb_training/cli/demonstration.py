@@ -8,6 +8,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import torch
+import typer
 import yaml
 from rich.console import Console
 from rich.markup import escape
@@ -26,6 +27,7 @@ from comb.evaluation.summary import compared, comparison_tables, summarize
 from comb.evaluation.table import Column, FittedTable, TextTable, divergence
 from comb.hub.push import refresh_card
 from comb.model.modeling import CombForCausalLM
+from comb_training.cli.train import exit_status
 from comb_training.config import Config, DataConfig, ModelConfig, TrainConfig, load_config, trained_config
 from comb_training.data.mixture import prompt_builder
 from comb_training.models.method import device_of, dtype_of, load_checkpoint
@@ -65,6 +67,11 @@ def run_demo(folder: Path, *, train_steps: int, questions: int, seed: int, conso
         raise ValueError(f"the nano backbone is not there ({CHECKPOINT}): run scripts/pretrain-nano to make it")
     console.rule("Training an encoder on the backbone's own answers")
     result = run_training(config)
+    if result.terminated:  # an adapter in the folder is an earlier run's
+        console.print(
+            f"stopped by {result.terminated}: the same command begins again, with its answers", soft_wrap=True
+        )
+        raise typer.Exit(exit_status(result.terminated))
     record, losses = result.record, result.record["losses"]
     trainable, total = record["parameters"]["trainable"], record["parameters"]["all"]
     console.print(f"data: {result.counts}")

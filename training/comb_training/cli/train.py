@@ -82,9 +82,9 @@ def train(
             result = run_training(settings, resume=resume, prepared=prepared)
     except KeyboardInterrupt:
         console.print("stopped: what isn't in a checkpoint-N is lost, but for the backbone's answers")
-        raise typer.Exit(_status("SIGINT")) from None
+        raise typer.Exit(exit_status("SIGINT")) from None
     if not distributed.is_main():
-        raise typer.Exit(_status(result.terminated))
+        raise typer.Exit(exit_status(result.terminated))
     if settings.train.answers == "on_policy":  # answering drops examples, too
         console.print(f"data, answered: {escape(str(result.counts))}")
     if result.teacher is not None:
@@ -101,7 +101,7 @@ def train(
             f"{escape(str(result.checkpoint))}; to go on:\n{escape(shlex.join(again))}",
             soft_wrap=True,
         )
-        raise typer.Exit(_status(result.terminated))
+        raise typer.Exit(exit_status(result.terminated))
     console.print(f"adapter: {escape(str(result.output_dir))}")
     if not evaluation:
         console.print("no evaluation: --no-eval, or eval.methods or eval.limit leaves none")
@@ -112,6 +112,6 @@ def train(
     show_evaluation(model, result.tokenizer, settings, result.output_dir / "results.json", questions=questions[0])
 
 
-def _status(signal_name: str) -> int:
+def exit_status(signal_name: str) -> int:
     """Exit status of a run that a signal ended, as shells give it: a scheduler must not take it for done."""
     return 128 + signal.Signals[signal_name] if signal_name else 0
