@@ -181,6 +181,15 @@ def test_a_server_that_is_ended_at_its_start_leaves_no_shared_memory(tmp_path: P
         left.unlink(missing_ok=True)
 
 
+def test_a_server_that_is_starting_is_not_waited_for(tmp_path: Path) -> None:
+    server, seen, root = program(tmp_path, "signal.signal(signal.SIGTERM, lambda *_: 0); time.sleep(60)")
+    with subprocess.Popen([sys.executable, "-c", LAUNCH, str(root), *server]) as launcher:
+        pid = told(seen)["pid"]
+        launcher.send_signal(signal.SIGINT)
+        assert launcher.wait(15) == 128 + signal.SIGINT
+        wait_until_gone(pid)
+
+
 def test_a_second_signal_ends_a_server_at_once(tmp_path: Path) -> None:
     deaf = "signal.signal(signal.SIGTERM, lambda *_: print(flush=True)); time.sleep(60)"
     server, seen, root = program(tmp_path, deaf)

@@ -187,7 +187,7 @@ def launch(
             stdout=subprocess.PIPE, stderr=subprocess.PIPE,
         )  # fmt: skip
         try:
-            with _forwarding(process, folder, options.drain_seconds + END_SECONDS) as told:
+            with _forwarding(process, folder, options.drain_seconds) as told:
                 log = StartLog(process, (folder / READY).exists)
                 threading.Thread(target=_report_ready, args=(process, flags, folder, on_ready), daemon=True).start()
                 status = process.wait()
@@ -196,9 +196,9 @@ def launch(
         log.close()
         if status > 0 and log.cause and not (folder / READY).exists():
             raise RuntimeError(f"the server ended at its start (status {status}): {log.cause}")
-    if told.is_set():  # with all that was imported for the checks, Python's own way to end takes seconds
+    if told:  # with all that was imported for the checks, Python's own way to end takes seconds
         sys.stdout.flush()
-        os._exit(status if status >= 0 else 128 - status)
+        os._exit(status if status >= 0 else 128 + told[0])
     return status
 
 
@@ -230,13 +230,14 @@ def _environment(options: ServeOptions, folder: Path, arguments: Sequence[str]) 
 
 
 @contextmanager
-def _forwarding(process: subprocess.Popen[bytes], folder: Path, seconds: float) -> Any:
-    """Tells the server of a signal; if it isn't gone `seconds` later, or at a second signal, it is ended."""
-    told = threading.Event()
+def _forwarding(process: subprocess.Popen[bytes], folder: Path, drain_seconds: float) -> Any:
+    """Tells the server of a signal; if it isn't gone some seconds later, or at a second signal, it is ended."""
+    told: list[int] = []
 
-    def forward(*_: object) -> None:
-        again = told.is_set()
-        told.set()
+    def forward(number: int, _: object) -> None:
+        told.append(number)
+        again = len(told) > 1
+        seconds = END_SECONDS + (drain_seconds if (folder / READY).exists() else 0)  # at its start nothing is open
         if not again:
             note_segments(folder)  # workers leave some even then, and it may be starting
             process.terminate()
