@@ -93,8 +93,9 @@ def kernels(options: GpuOptions, report: BenchmarkReport) -> None:
 
     from comb.kernels.cases import CASES, TINY_CASES, seconds_of
     from comb.kernels.launch import INTERPRETED
+    from comb.model.source import named_device
 
-    device = torch.device(options.device)
+    device = torch.device(named_device(options.device))
     if options.part == "seams":
         report.tables = seam_tables
         _measure_seams(device, report, tiny=options.tiny)

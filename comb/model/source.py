@@ -82,7 +82,12 @@ def named_device(name: str, option: str = "--device") -> str:
     there = torch.cuda.is_available()
     if name.startswith("cuda") and not there:
         raise ValueError(f"{option} {name}, but there is no GPU that torch can use; {option} cpu runs anywhere")
-    return ("cuda" if there else "cpu") if name == "auto" else name
+    if name == "auto":
+        return "cuda" if there else "cpu"
+    try:
+        return str(torch.device(name))
+    except RuntimeError as error:
+        raise ValueError(f"{option} is auto, cpu, cuda, cuda:1, ..., not {name!r}") from error
 
 
 def named_dtype(dtype: str) -> torch.dtype | None:

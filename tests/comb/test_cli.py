@@ -114,6 +114,7 @@ def test_errors_are_one_line(
         (["ask", adapter, " "], "the question is empty"),
         (["ask", adapter, "why?", "--device", "cuda:1"], "--device cuda:1, but there is no GPU"),
         (["doctor", adapter.parent / "backbone", "--random", "--device", "cuda"], "but there is no GPU"),
+        (["info", adapter, "--device", "tpu"], "--device is auto, cpu, cuda, cuda:1, ..., not 'tpu'"),
         (["info", adapter, "--dtype", "bf16"], "--dtype is auto, float32"),
         (["info", adapter.parent / "backbone", "--backbone", adapter.parent / "backbone"], "not a COMB adapter"),
         (["convert", adapter, tmp_path / "x"], "model_type 'comb'"),
@@ -141,6 +142,7 @@ def test_misuse_is_one_line_too(capsys: pytest.CaptureFixture[str]) -> None:
         ("bench method", "unknown benchmark 'method'; known: context-length"),
         ("bench methods --questions x", "Invalid value for '--questions'"),
         ("tran", "No such command 'tran'"),
+        ("demo --train-steps 0", "Invalid value for '--train-steps'"),
     ):
         with pytest.raises(SystemExit) as stop:
             cli.main(command.split())

@@ -20,8 +20,8 @@ def demo(
         Path | None, typer.Option(help="Folder of a trained adapter to ask; default: the one in training/adapters.")
     ] = None,
     output_dir: Annotated[Path, typer.Option(help="nano: folder for adapter, table and plots.")] = Path("out/demo"),
-    train_steps: Annotated[int, typer.Option(help="nano: steps of training.")] = 300,
-    questions: Annotated[int, typer.Option(help="nano: held-out questions in the table.")] = 200,
+    train_steps: Annotated[int, typer.Option(min=1, help="nano: steps of training.")] = 300,
+    questions: Annotated[int, typer.Option(min=1, help="nano: held-out questions in the table.")] = 200,
     seed: Annotated[int, typer.Option(help="nano: of data and training.")] = 0,
 ) -> None:
     """The whole story on a CPU in minutes: train, save, reload, ask, compare. Or a real model, which is only asked."""
