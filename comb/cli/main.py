@@ -412,7 +412,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         else:
             errors.print(f"[bold red]error:[/] {escape(one_line(error))}", soft_wrap=True)
         status = getattr(error, "exit_code", 1)
-    sys.exit(status)
+    sys.exit(status or 0)
 
 
 if __name__ == "__main__":
