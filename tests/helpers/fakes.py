@@ -66,12 +66,6 @@ class Echo:
     says: str = "a"
 
     async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
-        if scope["type"] == "lifespan":
-            await receive()
-            await send({"type": "lifespan.startup.complete"})
-            await receive()
-            await send({"type": "lifespan.shutdown.complete"})
-            return
         body = b""
         while True:
             message = await receive()
