@@ -443,7 +443,6 @@ async def test_trouble_is_an_error_object_and_holds_nothing(server: Server, capl
 @pytest.mark.parametrize(
     ("body", "param"),
     [
-        (chat(documents="text"), "documents"),
         (chat(documents=[1]), "documents"),
         (chat(documents=[{"text": ""}]), "documents"),
         (chat(documents=[{"text": "a", "token_ids": [1]}]), "documents"),

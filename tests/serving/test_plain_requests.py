@@ -82,6 +82,11 @@ async def test_full_is_plain_vllm(method: str, more: dict[str, Any]) -> None:
     assert server.encoders.asked == []
 
 
+async def test_documents_that_a_prompt_has_no_room_for_are_refused() -> None:
+    refused = await plain(max_tokens=20).chat(documents=[{"token_ids": [7] * 12}] * 2)
+    assert (refused.status, "the model's context length is 20" in refused.json["error"]["message"]) == (400, True)
+
+
 async def test_where_no_segment_is_linked_vllm_gets_what_came() -> None:
     server = plain(segments="auto")
     finder = SegmentFinder(BUILDER.tokenizer, least=8)

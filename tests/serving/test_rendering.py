@@ -252,12 +252,17 @@ async def test_what_documents_cannot_stand_beside_is_refused() -> None:
     tokenizer = byte_tokenizer(MADE_UP["plain"])
     image = {"type": "image_url", "image_url": {"url": "data:,"}}
     ask = [{"role": "user", "content": "Hi"}]
-    for body, words in (
-        ({"messages": [*ask, {"role": "tool", "content": [image]}]}, "image_url"),
-        ({"messages": ask, "add_special_tokens": True}, "add_special_tokens"),
+    call = {"id": "c", "type": "function", "function": {"name": "look", "arguments": "{}"}}
+    for path, body, words in (
+        (CHAT, {"messages": [*ask, {"role": "tool", "content": [image]}]}, "image_url"),
+        (CHAT, {"messages": ask, "add_special_tokens": True}, "add_special_tokens"),
+        (CHAT, {"messages": [{"role": "assistant", "content": None, "tool_calls": [call]}]}, "no message with role"),
+        (CHAT, {"messages": ask, "tools": 3}, "tools"),
+        (RESPONSES, {"input": "Hi", "tools": [{"type": "web_search"}]}, "tools of type web_search"),
+        (RESPONSES, {"input": "Hi", "tools": 3}, "tools is a list, not int"),
     ):
         with pytest.raises(RequestError, match=words) as error:
-            await over_http(tokenizer, CHAT, body)
+            await over_http(tokenizer, path, body)
         assert error.value.status == 400
 
 

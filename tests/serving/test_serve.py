@@ -22,18 +22,6 @@ ROOT = Path(__file__).parents[2]
 OFF = {"comb": {"encoder": False}}
 
 
-def test_answers_over_documents_equal_those_in_process(served: Served, nano_adapter: Path) -> None:
-    from comb import PICEngine
-
-    engine = PICEngine.from_pretrained(nano_adapter)
-    for documents in (TEXTS, TEXTS[::-1], TEXTS[:1], []):
-        expected = engine.chat(QUESTION, documents, max_new_tokens=12).text
-        assert text_of(served.chat(documents)) == expected
-        inlined = engine.chat(QUESTION, documents, encoder=False, max_new_tokens=12).text
-        assert text_of(served.chat(documents, **OFF)) == inlined
-    assert engine.chat(QUESTION, TEXTS).text != engine.chat(QUESTION, []).text
-
-
 def test_what_stands_in_front_of_documents_is_cached_whatever_they_are(served: Served, nano_adapter: Path) -> None:
     from comb import Document, PICEngine
 

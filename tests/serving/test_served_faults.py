@@ -110,27 +110,6 @@ def test_a_client_that_leaves_mid_stream_holds_nothing(served: Served) -> None:
     served.wait_until_idle()
 
 
-def test_a_client_that_leaves_while_its_document_is_encoded_holds_nothing(served: Served) -> None:
-    served.chat(TEXTS)
-    pid = served.encoder_pid()
-    assert pid is not None
-    os.kill(pid, signal.SIGSTOP)
-    try:
-        body = {**LONG, "max_tokens": 2, "documents": [*TEXTS, "Nobody has read this."]}
-        with served.asking(body):
-            wait_for(lambda: served.metric("requests_waiting") == 1)
-            assert served.references == len(TEXTS) + 1
-            with served.asking(body):
-                wait_for(lambda: served.metric("requests_waiting") == 2)
-            wait_for(lambda: served.metric("requests_waiting") == 1)
-        served.wait_until_idle()  # while the document is still under way
-        assert states(served.chat(TEXTS)) == ["pool"] * 3  # who doesn't need the encoder notices nothing
-    finally:
-        os.kill(pid, signal.SIGCONT)
-    wait_for(lambda: states(served.chat(["Nobody has read this."])) == ["pool"])
-    served.wait_until_idle()
-
-
 # ---- a small pool, and what lies below it ----
 
 NAMES = ["Ada", "Bob", "Carl", "Dora", "Emil", "Frida", "Gil", "Hanna", "Ivo", "Jane", "Kim", "Lea"]

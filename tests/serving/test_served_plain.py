@@ -18,7 +18,7 @@ from comb_serving.api.routes import CHAT, COMPLETIONS, MESSAGES, RESPONSES
 from comb_training.nano import CHECKPOINT
 from tests.helpers.plain import PlainLibrary
 from tests.helpers.processes import gone, wait_for
-from tests.helpers.served import QUESTION, TEXTS, Served, logprobs, serve, states, text_of
+from tests.helpers.served import QUESTION, TEXTS, Served, logprobs, serve, text_of
 
 pytestmark = [pytest.mark.vllm, pytest.mark.slow]
 
@@ -73,22 +73,6 @@ def test_answers_are_the_librarys(plain: Served, library: PlainLibrary, method: 
     for found, wanted in zip(rows(complete(plain, prompts, TEXTS, method)), expected, strict=True):
         assert found == pytest.approx(wanted, abs=CLOSE)
     plain.wait_until_idle()
-
-
-def test_methods_differ_and_the_report_says_what_was_computed(plain: Served, library: PlainLibrary) -> None:
-    linked, naive, full = [chat(plain, MORE, method) for method in (METHOD, "naive", "full")]
-    assert logprobs(linked) != pytest.approx(logprobs(full), abs=1e-3)
-    assert logprobs(naive) != pytest.approx(logprobs(linked), abs=1e-3)
-    prompt = library.chat(QUESTION, MORE)
-    for found, seam in ((linked, 4), (naive, 0)):
-        comb = found[1]["comb"]
-        tokens = {name: comb[f"{name}_tokens"] for name in ("prefix", "linked", "computed")}
-        assert sum(tokens.values()) == found[1]["usage"]["prompt_tokens"] == len(prompt.flat)
-        if not tokens["prefix"]:  # the same question again takes all from the prefix cache
-            assert tokens["linked"] == sum(len(segment) - seam for segment in prompt.segments)
-    again = chat(plain, MORE, METHOD)
-    assert logprobs(again) == pytest.approx(logprobs(linked), abs=1e-5)
-    assert again[1]["comb"]["prefix_tokens"] > 0
 
 
 @pytest.mark.parametrize(
@@ -185,24 +169,6 @@ def test_streams_of_the_other_apis_are_their_answers(plain: Served, path: str) -
         assert whole["comb"]["method"] == METHOD
 
 
-def test_registered_documents_stand_in_messages(plain: Served, library: PlainLibrary) -> None:
-    text = "Dan lives under the stairs."
-    status, made = plain.request("POST", "/v1/documents", {"text": text, "id": "dan", "pin": True})
-    assert (status, made["state"], made["cached"]) == (200, "compiled", True)
-    parts = [{"type": "text", "text": "Say "}, {"type": "document", "id": "dan"}, {"type": "text", "text": "who?"}]
-    messages = [{"role": "user", "content": parts}]
-    found = chat(plain, TEXTS, messages=messages)
-    assert states(found)[-1] == "pool"
-    segments = [library.builder.segment(each) for each in TEXTS]
-    prompt = library.builder.build(messages, segments, {"dan": [library.builder.segment(text)]})
-    assert logprobs(found) == pytest.approx(library.logs(prompt, METHOD, 8), abs=CLOSE)
-    assert plain.request("GET", "/v1/documents/dan", key="bob")[0] == 404
-    assert chat(plain, [{"id": "dan"}], key="bob")[0] == 404
-    assert plain.request("DELETE", "/v1/documents/dan")[1]["deleted"]
-    # an audit may still have the documents that it asks about
-    wait_for(lambda: plain.request("GET", "/v1/comb")[1]["quota"]["bytes"]["used"] == 0)
-
-
 def test_documents_written_into_messages_are_linked_and_counted(plain: Served, library: PlainLibrary) -> None:
     text = "Ira hides behind the well."
     source = {"type": "content", "content": [{"type": "text", "text": text}]}
@@ -225,19 +191,6 @@ def test_documents_written_into_messages_are_linked_and_counted(plain: Served, l
         counted = [answer["usage"][name] for name in answer["usage"] if name.endswith("input_tokens")]
         assert sum(counted) == len(prompt.flat)
         assert answer["content"] == answers[0]["content"]
-    plain.wait_until_idle()
-
-
-def test_what_cannot_be_is_said(plain: Served) -> None:
-    long = " ".join(["long"] * 2000)
-    for body, words in (
-        ({"documents": [long]}, "a document has"),
-        ({"documents": [long[:1500]] * 4}, "context length"),
-        ({"documents": TEXTS, "comb": {"method": "legolink-0"}}, "ask for naive, legolink:k or full"),
-    ):
-        status, found = plain.request("POST", CHAT, {"model": "nano", "messages": QUESTION, **body})
-        assert (status, words in found["error"]["message"]) == (400, True), found
-    assert plain.request("GET", "/health")[0] == 200
     plain.wait_until_idle()
 
 
@@ -282,34 +235,6 @@ def test_what_was_linked_is_said_of_every_request_of_a_burst(plain: Served) -> N
     assert [status for status, _ in found] == [200] * 40
     assert [body for _, body in found if "linked_tokens" not in body["comb"]] == []
     plain.wait_until_idle()
-
-
-def test_clients_that_leave_free_everything(plain: Served) -> None:
-    body = {"model": "nano", "messages": QUESTION, "max_tokens": 300, "ignore_eos": True, "stream": True}
-    for wait in (0.0, 0.02, 0.1, 0.5):
-        with plain.asking({**body, "documents": [f"{random.random()}", *TEXTS]}):
-            time.sleep(wait)
-    plain.wait_until_idle()
-    assert states(chat(plain))[0] in ("pool", "compiled")
-
-
-@pytest.mark.parametrize("method", ["naive", METHOD])
-def test_what_is_computed_whole_says_so_and_is_not_found_by_linked_requests(
-    plain: Served, library: PlainLibrary, method: str
-) -> None:
-    texts = [f"{random.randrange(10**6)}: {text}" for text in TEXTS]
-    prompt = library.completion("Where is Ada?", texts)
-    expected = library.logs(prompt, method, 8)
-    whole = complete(plain, "Where is Ada?", texts, method, prompt_logprobs=1)
-    assert whole[1]["comb"]["method"] == "full"
-    assert states(whole) == ["inlined"] * len(texts)
-    assert rows(whole)[0] == pytest.approx(library.logs(prompt, "full", 8), abs=CLOSE)
-    for _ in range(2):
-        linked = complete(plain, "Where is Ada?", texts, method)
-        assert linked[1]["comb"]["method"] == method
-        assert rows(linked)[0] == pytest.approx(expected, abs=CLOSE)
-    whole = complete(plain, "Where is Ada?", texts, method, prompt_logprobs=0)  # and none of theirs is found by it
-    assert rows(whole)[0] == pytest.approx(library.logs(prompt, "full", 8), abs=CLOSE)
 
 
 def test_told_to_end_it_lets_streams_run_cuts_them_off_with_an_error_and_is_gone(plain: Served) -> None:

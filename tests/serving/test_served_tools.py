@@ -199,21 +199,6 @@ def test_a_forced_call_comes_out_as_one(tools: Served, model: Path) -> None:
     assert json.loads(item["arguments"])["place"] in SCHEMA["properties"]["place"]["enum"]
 
 
-def test_what_cannot_be_converted_is_said(tools: Served) -> None:
-    inside = [{"role": "assistant", "content": [{"type": "document", "id": "dan"}, {"type": "tool_use", "id": "c"}]}]
-    for path, body, words in (
-        (RESPONSES, {"input": FIRST, "tools": [{"type": "web_search"}]}, "tools of type web_search"),
-        (RESPONSES, {"input": FIRST, "tools": 3}, "tools is a list, not int"),
-        (CHAT, {"messages": bodies(FIRST)[CHAT]["messages"][1:2]}, "no message with role 'user'"),
-        (CHAT, {**bodies(FIRST)[CHAT], "tools": 3}, "tools"),
-        (MESSAGES, {"messages": [{"role": "user", "content": [{"type": "tool_result"}]}, *inside], "max_tokens": 3},
-         "put them into those of the user"),
-    ):  # fmt: skip
-        assert tools.request("POST", "/v1/documents", {"id": "dan", "text": "Dan lives under the stairs."})[0] == 200
-        status, found = tools.request("POST", path, {"model": "nano", "documents": TEXTS, **body})
-        assert (status, words in found["error"]["message"]) == (400, True), found
-
-
 EMPTY = {"role": "user", "content": None}
 
 
