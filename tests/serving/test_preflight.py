@@ -75,22 +75,6 @@ def test_without_vllm(shell: Shell, monkeypatch: pytest.MonkeyPatch) -> None:
     assert shell.started == []
 
 
-def test_checkpoints_that_are_none(shell: Shell, tmp_path: Path) -> None:
-    for name, text in (("empty", None), ("blank", "{}")):
-        (tmp_path / name).mkdir()
-        if text is not None:
-            (tmp_path / name / "config.json").write_text(text)
-    for checkpoint, message in (
-        ("out/nowhere", "'out/nowhere': there is no such folder, and as a Hub id: We couldn't connect"),
-        ("empty", "'empty': it holds no config.json"),
-        ("blank", "blank/config.json has no model_type"),
-        (CHECKPOINT, "model_type is 'llama': link documents in a plain model with `comb serve"),
-        ("nano", "'nano' is no COMB adapter"),
-    ):
-        assert message in shell.refusal(checkpoint), checkpoint
-    assert shell.started == []
-
-
 def test_adapters_are_started(shell: Shell, tmp_path: Path) -> None:
     adapter = shell.adapter()
     cached = tmp_path / "hub" / "models--me--adapter"
