@@ -1,7 +1,8 @@
-"""A tokenizer of bytes with a chat template, and a tiny Llama that reads it."""
+"""Tokenizers of bytes, one with a chat template, and a tiny Llama that reads it."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -14,13 +15,20 @@ TEMPLATE = (
 )
 
 
+BYTES = sorted(pre_tokenizers.ByteLevel.alphabet())
+
+
+def tokenizer_of(tokens: Sequence[str], **special: Any) -> PreTrainedTokenizerFast:
+    """With these tokens in the order of their ids: `BYTES`, and others in front of them or behind."""
+    inner = Tokenizer(models.BPE(vocab={token: index for index, token in enumerate(tokens)}, merges=[]))
+    inner.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    inner.decoder = decoders.ByteLevel()
+    return PreTrainedTokenizerFast(tokenizer_object=inner, **special)
+
+
 def byte_tokenizer(chat_template: str | None = TEMPLATE, **special: Any) -> Any:
     """Every byte a token, and four special ones."""
-    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
-    tokenizer = Tokenizer(models.BPE(vocab={c: i for i, c in enumerate(alphabet)}, merges=[]))
-    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    tokenizer.decoder = decoders.ByteLevel()
-    fast = PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="<|end|>", **special)
+    fast = tokenizer_of(BYTES, eos_token="<|end|>", **special)
     fast.add_special_tokens({"additional_special_tokens": ["<|user|>", "<|assistant|>", "<|system|>"]})
     fast.chat_template = chat_template
     return fast

@@ -6,10 +6,10 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import LlamaConfig, LlamaForCausalLM, LogitsProcessor, PreTrainedTokenizerFast
 
 from comb import CombForCausalLM, PICacheStore
+from tests.helpers.byte_text import BYTES, tokenizer_of
 from tests.helpers.stores import check_store
 
 TEMPLATE = (
@@ -23,15 +23,8 @@ NEW = 6
 
 def make_tokenizer(*extra: str, template: str | None = None) -> PreTrainedTokenizerFast:
     """One token per byte, and <pad>, <eos>, <bos> behind them."""
-    vocabulary = {letter: index for index, letter in enumerate(sorted(pre_tokenizers.ByteLevel.alphabet()))}
-    for token in ("<pad>", "<eos>", "<bos>", *extra):
-        vocabulary[token] = len(vocabulary)
-    tokenizer = Tokenizer(models.BPE(vocab=vocabulary, merges=[]))
-    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    tokenizer.decoder = decoders.ByteLevel()
-    return PreTrainedTokenizerFast(
-        tokenizer_object=tokenizer, pad_token="<pad>", eos_token="<eos>", bos_token="<bos>", chat_template=template
-    )
+    special = {"pad_token": "<pad>", "eos_token": "<eos>", "bos_token": "<bos>"}
+    return tokenizer_of([*BYTES, *special.values(), *extra], **special, chat_template=template)
 
 
 def make_backbone(**changes: Any) -> LlamaForCausalLM:

@@ -9,7 +9,6 @@ from typing import Any
 import pytest
 import torch
 import typer
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 from typer.testing import CliRunner
 
@@ -19,16 +18,13 @@ from comb_training.answers.engines import TransformersEngine
 from comb_training.config import TrainConfig
 from comb_training.data.batches import TrainingExample
 from comb_training.trainer.trainer import CombTrainer
+from tests.helpers.byte_text import BYTES, tokenizer_of
 
 
 def byte_tokenizer(*more: str) -> PreTrainedTokenizerFast:
     """One token per byte, behind <pad>, <end> and `more` special ones."""
-    vocabulary = ["<pad>", "<end>", *more, *sorted(pre_tokenizers.ByteLevel.alphabet())]
-    inner = Tokenizer(models.BPE(vocab={token: index for index, token in enumerate(vocabulary)}, merges=[]))
-    inner.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    inner.decoder = decoders.ByteLevel()
-    special = {"pad_token": "<pad>", "eos_token": "<end>", "additional_special_tokens": list(more)}
-    return PreTrainedTokenizerFast(tokenizer_object=inner, **special)
+    special = {"pad_token": "<pad>", "eos_token": "<end>"}
+    return tokenizer_of([*special.values(), *more, *BYTES], **special, additional_special_tokens=list(more))
 
 
 TOKENIZER = byte_tokenizer()

@@ -13,7 +13,6 @@ import pyarrow.parquet as pq
 import pytest
 import torch
 import yaml
-from transformers import LlamaConfig, LlamaForCausalLM
 
 from comb.backbones.identity import weights_fingerprint
 from comb_training.answers import answer_prepared, choose_engine, engines
@@ -24,7 +23,7 @@ from comb_training.config import Config, config_from_dict
 from comb_training.data.batches import TrainingExample
 from comb_training.train import run_training
 from comb_training.trainer.prepare import prepare
-from tests.helpers.training import byte_tokenizer, invoke, nano_run, record_questions
+from tests.helpers.training import backbone, byte_tokenizer, invoke, nano_run, record_questions
 
 
 def made_by(part: Path) -> dict[str, Any]:
@@ -56,7 +55,7 @@ def test_the_command_answers_and_training_finds_the_answers(tmp_path: Path, monk
     assert all(words in first.words for words in said)
     assert first.output.count("data:   ") == 1
     folder = tmp_path / "out" / "answers"
-    assert len(list(folder.iterdir())) == 3  # a part per batch
+    assert [made_by(part)["model"] for part in folder.iterdir()] == ["nano"] * 3  # a part per batch
     asked = record_questions(monkeypatch)
     assert "24 found, 0 generated" in answers(tmp_path, "--engine", "transformers").words
     gold = "train.answers=gold takes the data's answers"
@@ -132,11 +131,8 @@ def test_under_torchrun_a_rank_answers_its_share(tmp_path: Path, monkeypatch: py
 @pytest.fixture(scope="module")
 def teacher(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A model that reads bytes."""
-    torch.manual_seed(0)
     folder = tmp_path_factory.mktemp("teacher")
-    shape = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
-    ids = {"vocab_size": 258, "pad_token_id": 0, "eos_token_id": 1, "bos_token_id": None}
-    LlamaForCausalLM(LlamaConfig(**shape, **ids, max_position_embeddings=4096)).save_pretrained(folder)
+    backbone(max_position_embeddings=4096).save_pretrained(folder)
     byte_tokenizer().save_pretrained(folder)
     return folder
 
@@ -193,20 +189,6 @@ def test_a_teacher_s_stop_is_written_once_and_not_behind_what_was_cut(
     written = {run.tokenizer.decode(example.target) for example in targets.examples}
     assert written == {" in Rome", ' in Rome"' + run.tokenizer.eos_token}
     assert set(targets.texts) == {" in Rome"}
-
-
-def test_answers_of_teacher_and_backbone_share_a_folder_without_being_mixed(tmp_path: Path, teacher: Path) -> None:
-    folder = tmp_path / "answers"
-
-    def generated(**options: Any) -> int:
-        run = prepare(config(tmp_path, answers_dir=str(folder), **options))
-        return answer_prepared(run, progress=False).answered.generated
-
-    assert generated() == 24
-    assert generated(teacher=str(teacher), answer_max_new_tokens=4) == 24
-    assert generated() == 0
-    assert generated(teacher=str(teacher), answer_max_new_tokens=4) == 0
-    assert {made_by(part)["model"] for part in folder.iterdir()} == {"nano", str(teacher)}
 
 
 def test_a_teachers_long_prompts_are_dropped_by_its_own_tokens(tmp_path: Path, teacher: Path) -> None:

@@ -3,7 +3,11 @@
 from __future__ import annotations
 
 import json
+import os
+import tempfile
+from collections.abc import Callable
 from dataclasses import replace
+from itertools import accumulate
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -29,13 +33,32 @@ from comb_training.plan.memory import (
 )
 from comb_training.trainer.losses import target_logits_only, target_loss
 from comb_training.trainer.sampler import BatchSampler
-from tests.helpers.peak_memory import peak_memory
 
 SIZES = {
     "vocab_size": 128, "hidden_size": 64, "intermediate_size": 160, "num_hidden_layers": 4, "num_attention_heads": 4,
     "num_key_value_heads": 2, "head_dim": 16, "max_position_embeddings": 2048,
 }  # fmt: skip
 CONFIGS = Path(__file__).resolve().parents[2] / "configs" / "deepspeed"
+
+
+def peak_memory(work: Callable[[], Any]) -> int:
+    """Runs `work` and returns the peak of bytes that torch allocated on top of what it held before.
+
+    torch's profiler records every allocation and release, so the result is exact and repeatable; scratch memory that
+    libraries such as MKL take on their own is not in it.
+    """
+    # 6 is above every level: the profiler's own lines would stand between ours
+    os.environ.setdefault("KINETO_LOG_LEVEL", "6")
+    activities = [torch.profiler.ProfilerActivity.CPU]
+    with torch.profiler.profile(activities=activities, profile_memory=True) as profile:
+        work()
+    with tempfile.TemporaryDirectory() as folder:
+        trace = Path(folder) / "trace.json"
+        profile.export_chrome_trace(str(trace))
+        events = json.loads(trace.read_text(encoding="utf-8"))["traceEvents"]
+    changes = [event for event in events if event.get("name") == "[memory]" and event["args"]["Device Type"] == 0]
+    changes.sort(key=lambda event: event["args"]["Ev Idx"])
+    return max(accumulate((int(event["args"]["Bytes"]) for event in changes), initial=0))
 
 
 def comb_model(config: Any = None, *, bf16: bool = False) -> CombForCausalLM:
