@@ -14,7 +14,7 @@ import torch
 import yaml
 from typer.testing import CliRunner
 
-from comb import CombForCausalLM, Example
+from comb import CombForCausalLM, Example, PromptBuilder
 from comb.bench import benchmarks
 from comb.bench import paper as module
 from comb.bench.context_length import measure_context_length
@@ -25,7 +25,6 @@ from comb.bench.harness import BenchmarkReport, OutOptions, benchmark
 from comb.bench.options import integers, numbers, split_methods
 from comb.bench.paper import BENCHMARKS, FORMS, PAPERS, PaperRow, measured, tables
 from comb.cli import main as cli
-from comb.documents.document import PromptBuilder
 from comb.evaluation.random_prompts import RandomPrompt, random_model
 from comb.evaluation.setting import Setting, read_sets
 from comb.evaluation.table import Column, TextTable, Timing
@@ -285,7 +284,7 @@ def test_drift_command(folder: Path, tmp_path: Path) -> None:
     assert without["layers"][-1]["error"]["median"] != hypic["layers"][-1]["error"]["median"]
 
 
-def test_full_layers_are_left_out(tmp_path: Path) -> None:
+def test_full_layers_are_left_out() -> None:
     """HYPIC's protocol for its table 4: with nothing but linear layers, what is below is exact longer."""
     model, _ = text_model("bamba")
     ids = torch.arange(5, 25)[None]
@@ -313,6 +312,7 @@ def test_full_layers_are_left_out(tmp_path: Path) -> None:
         (["context-length", "--heads", "7"], "heads must divide hidden"),
         (["drift", "--methods", "none"], "leave the control"),
         (["methods", "--data", "a.jsonl", "--dataset", "b.jsonl"], "--data and --dataset both say"),
+        (["mac", "--quality", "slow"], "presets"),
         (["paper", "nothing"], "comb, epic, hypic, mac"),
         (["paper", "mac", "--only", "Fig. 99"], "no row"),
     ],

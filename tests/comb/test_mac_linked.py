@@ -12,11 +12,9 @@ import torch
 from torch import Tensor
 from typer.testing import CliRunner
 
-from comb import Document, Example, methods
+from comb import Document, Example, PICEngine, PromptBuilder, methods
 from comb.bench.mac import measure_quality, tables
 from comb.cli import main as cli
-from comb.documents.document import PromptBuilder
-from comb.engine.engine import PICEngine
 from comb.evaluation.setting import Setting
 from comb.mac import mac
 from tests.helpers.byte_text import byte_tokenizer
@@ -24,7 +22,6 @@ from tests.helpers.facts import strong_llama, write_facts
 from tests.helpers.families import tiny
 from tests.helpers.mac_models import FREE, NEVER, NEW
 
-pytestmark = pytest.mark.usefixtures("one_thread")
 SEGMENTS = [list(range(3, 23)), list(range(30, 55)), list(range(60, 75))]
 QUERY = [80, 81, 82, 83, 84, 85, 86]
 
@@ -159,5 +156,3 @@ def test_the_command(tmp_path: Path) -> None:
     assert [row["name"] for row in content["results"]] == ["exact", "context"]
     assert (tmp_path / "mac.png").exists()
     assert "context" in (tmp_path / "mac.md").read_text()
-    bad = CliRunner().invoke(cli.app, ["bench", "mac", "--quality", "slow"])
-    assert "presets" in str(bad.exception)

@@ -22,7 +22,6 @@ from comb.mac.session import KeysIdentity
 from tests.helpers.families import BASE, tiny
 from tests.helpers.mac_models import FREE, NEVER, NEW, batch, decode, forward, model_of
 
-pytestmark = pytest.mark.usefixtures("one_thread")
 # --- M10: generate() ------------------------------------------------------------------------------------------------
 
 REUSED = {

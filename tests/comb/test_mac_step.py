@@ -282,16 +282,6 @@ def test_no_hit_after_invalidation(how: str) -> None:
     assert decode.step(m + 1).match.hit.all()  # its own row again
 
 
-def test_crop_keeps_what_stands_in_front() -> None:
-    decode = made(SMALL, 80, same=True)
-    decode.fill(40)
-    decode.state.crop(38)
-    done = decode.step(38)
-    assert done.match.hit.all()
-    assert int(done.match.pos.max()) < 38
-    assert error(done.output, decode.exact(38)) < 1e-13
-
-
 def test_bytes_are_those_of_the_rings() -> None:
     config = MacConfig(window=16, ring_dtype="bfloat16")
     state = MacState.empty(2, 4, 8, 6, config, torch.zeros(()))
@@ -340,27 +330,6 @@ def test_a_hit_never_looks_at_the_prefix() -> None:
         outputs.append(done.output)
     assert torch.equal(outputs[0], outputs[1])
     assert not torch.isfinite(outputs[2]).any()
-
-
-def test_rows_of_a_batch_are_independent() -> None:
-    start = (0, 7, 19)
-    config = replace(SMALL, tau=0.3)
-    batch = made(config, 60, rows=3, start=start)
-    batch.fill(40)
-    alone = []
-    for row, padding in enumerate(start):
-        parts = (tensor[row : row + 1, :, padding:] for tensor in (batch.queries, batch.keys, batch.values))
-        alone.append(Decode(config, *parts))
-        alone[row].fill(40 - padding)
-    hits = 0
-    for m in range(40, 60):
-        together = batch.step(m)
-        for row, padding in enumerate(start):
-            one = alone[row].step(m - padding)
-            assert error(one.output[0], together.output[row]) < 1e-13
-            assert torch.equal(one.match.hit[0], together.match.hit[row])
-            hits += int(one.match.hit.sum())
-    assert hits > 20
 
 
 @pytest.mark.parametrize("context", [0, 3, 9, 33])
