@@ -15,7 +15,7 @@ from comb.backbones.adapter import backbone_fingerprint, check_fingerprint, fing
 from comb.backbones.discovery import UnsupportedBackboneError, inspect_backbone
 from comb.model.cross_attention import LayerHooks
 from tests.helpers.byte_text import byte_llama
-from tests.helpers.families import BASE, tiny
+from tests.helpers.families import tiny
 from tests.helpers.hybrids import HYBRIDS, tiny_hybrid
 
 LINEAR = ["linear", "linear", "full", "linear"]
@@ -117,18 +117,6 @@ def test_fingerprint_matches_across_dtypes(dtype: torch.dtype) -> None:
     check_fingerprint(model, fingerprint(tiny("llama")), "llama")
     same = backbone_fingerprint(model) == backbone_fingerprint(tiny("llama"))
     assert same == (dtype == torch.float32)  # what a cache is kept under
-
-
-def test_fingerprint_tells_weights_apart() -> None:
-    expected = fingerprint(tiny("llama"))
-    with pytest.raises(ValueError, match="embedding differs"):
-        check_fingerprint(tiny("llama", seed=1), expected, "llama")
-    deeper = tf.AutoModelForCausalLM.from_config(tf.LlamaConfig(**{**BASE, "intermediate_size": 48}))
-    with pytest.raises(ValueError, match="other names or shapes"):
-        check_fingerprint(deeper, expected, "llama")
-    wider = tf.AutoModelForCausalLM.from_config(tf.LlamaConfig(**{**BASE, "vocab_size": 130}))
-    with pytest.raises(ValueError, match="embedding table"):
-        check_fingerprint(wider, expected, "llama")
 
 
 # ---- what is said of a CPU's dtypes, and of cuDNN, by times that a stand-in for the GPU says ----

@@ -142,7 +142,7 @@ def test_dtype_reaches_backbone_and_adapter(saved: Path) -> None:
     assert mixed.backbone.dtype == torch.bfloat16
 
 
-def test_a_mixed_precision_adapter_keeps_its_precision(saved: Path, tmp_path: Path) -> None:
+def test_a_mixed_precision_adapter_keeps_its_precision(tmp_path: Path) -> None:
     backbone = tiny("llama").bfloat16()
     backbone.save_pretrained(tmp_path / "half")
     options = {"num_encoder_layers": 2, "adapter_dtype": torch.float32}
@@ -153,7 +153,7 @@ def test_a_mixed_precision_adapter_keeps_its_precision(saved: Path, tmp_path: Pa
     assert "in float32" in (tmp_path / "mixed" / "README.md").read_text()
 
 
-def test_arguments_of_from_pretrained(saved: Path, tmp_path: Path) -> None:
+def test_arguments_of_from_pretrained(saved: Path) -> None:
     (saved / "repository").mkdir()
     (saved / "adapter").rename(saved / "repository" / "inner")
     model = CombForCausalLM.from_pretrained(saved / "repository", subfolder="inner")
@@ -187,8 +187,12 @@ def test_another_backbone_or_none_is_refused(saved: Path) -> None:
     adapter = saved / "adapter"
     with pytest.raises(ValueError, match=r"embedding differs .* this adapter belongs to .*backbone"):
         CombForCausalLM.from_pretrained(adapter, backbone=tiny("llama", seed=5))
-    with pytest.raises(ValueError, match="other names or shapes"):
-        CombForCausalLM.from_pretrained(adapter, backbone=tiny("qwen2"))
+    for backbone, what in (
+        (tiny("qwen2"), "other names or shapes"),
+        (tiny("llama", vocab_size=130), "embedding table"),
+    ):
+        with pytest.raises(ValueError, match=what):
+            CombForCausalLM.from_pretrained(adapter, backbone=backbone)
     edit(adapter / "config.json", backbone_name_or_path=str(saved / "gone"))
     with pytest.raises(OSError, match=r"gone.* could not be loaded .*backbone=\.\.\."):
         CombForCausalLM.from_pretrained(adapter)

@@ -91,17 +91,6 @@ def test_a_front_is_saved_and_needs_a_tokenizer_for_text(tmp_path: Any) -> None:
         CombForCausalLM.from_backbone("nano", front=str(tmp_path / "missing.txt"))
     with pytest.raises(ValueError, match="token ids below 128, got 128"):
         CombForCausalLM.from_backbone(tiny("llama"), front=[5, 128])
-    with pytest.raises(ValueError, match="129 tokens take more than half of the 256 positions"):
-        CombForCausalLM.from_backbone(tiny("llama"), front=[5] * 129)
-
-
-def test_causal_encoding_of_a_prefix_is_a_prefix_of_the_encoding() -> None:
-    model = CombForCausalLM.from_backbone(tiny("llama"), num_encoder_layers=2, encoder_causal=True)
-    whole, part = model.encode([[5, 6, 7, 8, 9], [5, 6, 7]])
-    torch.testing.assert_close(whole.keys[:, :3], part.keys, rtol=1e-4, atol=1e-5)
-    bidirectional = CombForCausalLM.from_backbone(tiny("llama"), num_encoder_layers=2)
-    whole, part = bidirectional.encode([[5, 6, 7, 8, 9], [5, 6, 7]])
-    assert (whole.keys[:, :3] - part.keys).abs().max() > 1e-3
 
 
 def test_equal_segments_are_encoded_once_and_many_in_batches(
