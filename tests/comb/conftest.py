@@ -14,9 +14,9 @@ from tests.helpers.families import open_gates, tiny
 from tests.helpers.tiny_engine import idle, make_backbone, make_comb, make_tokenizer
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="module", autouse=True)
 def one_thread() -> Iterator[None]:
-    """Tiny matrices: more threads only wait for each other."""
+    """Tiny matrices: more threads only wait for each other; and sums are taken in the same order everywhere."""
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     yield
@@ -34,6 +34,15 @@ def model() -> CombForCausalLM:
 def query() -> torch.Tensor:
     """Two rows of nine random tokens."""
     return torch.randint(3, 100, (2, 9), generator=torch.Generator().manual_seed(5))
+
+
+@pytest.fixture
+def adapter(tmp_path: Path) -> Path:
+    """A saved adapter, on a backbone of the Hub."""
+    model = open_gates(CombForCausalLM.from_backbone(tiny("llama"), num_encoder_layers=2))
+    model.config.backbone_name_or_path = "owner/backbone"
+    model.save_pretrained(tmp_path / "my-adapter")
+    return tmp_path / "my-adapter"
 
 
 @pytest.fixture(scope="module")

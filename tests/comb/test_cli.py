@@ -10,10 +10,10 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner
 
-from comb import CombForCausalLM
+from comb import CombForCausalLM, PICEngine
 from comb.cli import main as cli
 from comb.cli.doctor import Check
-from comb.engine.engine import PICEngine
+from tests.comb.test_checkpoint import write_release
 from tests.helpers.byte_text import byte_llama, byte_tokenizer
 from tests.helpers.families import BASE, open_gates, tiny
 
@@ -85,16 +85,10 @@ def test_ask_keeps_documents_on_disk(adapter: Path, tmp_path: Path) -> None:
     assert "caf\N{REPLACEMENT CHARACTER}.txt: compiled" in run("ask", adapter, "why?", "--doc", odd).output
 
 
-def test_convert_and_push_dry_run(tmp_path: Path, adapter: Path) -> None:
-    from tests.comb.test_checkpoint import write_release
-
+def test_convert(tmp_path: Path) -> None:
     result = run("convert", write_release(tmp_path / "release"), tmp_path / "out")
     assert result.exit_code == 0, result.output
     assert (tmp_path / "out" / "backbone" / "model.safetensors").exists()
-    result = run("push", adapter, "me/tiny", "--dry-run")
-    assert result.exit_code == 0, result.output
-    assert "nothing was uploaded" in result.output
-    assert "tokenizer.json" in result.output
 
 
 def test_errors_are_one_line(

@@ -23,20 +23,16 @@ from comb.hub.card import TEMPLATE, inherited_licence
 from comb.hub.push import UploadFailedError, plan_push, push
 from tests.helpers.byte_text import byte_tokenizer
 from tests.helpers.fake_hub import Failure, Hub, fake_hub
-from tests.helpers.families import open_gates, tiny
+from tests.helpers.families import tiny
 
 
 @pytest.fixture
-def adapter(tmp_path: Path) -> Path:
-    """A saved adapter with what a training run leaves beside it."""
-    folder = tmp_path / "my-adapter"
-    model = open_gates(CombForCausalLM.from_backbone(tiny("llama"), num_encoder_layers=2))
-    model.config.backbone_name_or_path = "owner/backbone"
-    model.save_pretrained(folder)
-    (folder / "training_args.bin").write_bytes(b"a token may be in here")
-    (folder / "checkpoint-10").mkdir()
-    (folder / "checkpoint-10" / "optimizer.pt").write_bytes(b"x")
-    return folder
+def adapter(adapter: Path) -> Path:
+    """With what a training run leaves beside it."""
+    (adapter / "training_args.bin").write_bytes(b"a token may be in here")
+    (adapter / "checkpoint-10").mkdir()
+    (adapter / "checkpoint-10" / "optimizer.pt").write_bytes(b"x")
+    return adapter
 
 
 def test_plan_names_what_goes_and_what_stays(adapter: Path) -> None:
@@ -57,7 +53,7 @@ def test_plan_names_what_goes_and_what_stays(adapter: Path) -> None:
     assert not any(map(is_hub_id, ("nano", "./backbone", "/abs/path", "a/b/c", "../other/x", "comb/methods")))
 
 
-def test_a_tokenizer_goes_whole(adapter: Path, tmp_path: Path) -> None:
+def test_a_tokenizer_goes_whole(adapter: Path) -> None:
     tokenizer, before = byte_tokenizer(), set(adapter.rglob("*"))
     tokenizer.chat_template = {"default": tokenizer.chat_template, "tool_use": tokenizer.chat_template}
     tokenizer.save_pretrained(adapter)
@@ -307,9 +303,7 @@ def test_private_does_not_hold_for_a_public_repository(adapter: Path, hub: Hub, 
     push(adapter, "me/tiny", api=api)
 
 
-def test_no_token_is_uploaded(
-    adapter: Path, hub: Hub, api: HfApi, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_no_token_is_uploaded(adapter: Path, hub: Hub, api: HfApi, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("WANDB_API_KEY", "0123456789abcdef" * 2)
     argv = ["comb", "train", "c.yaml", f"model.options.token={TOKEN}", "--hub-token", "plain-word",
             "x=https://u:pw12@h/"]  # fmt: skip
@@ -357,6 +351,7 @@ def test_a_dry_run_shows_what_goes(adapter: Path, hub: Hub, monkeypatch: pytest.
     assert "## From the web" in shown
     assert f"{(adapter / 'model.safetensors').stat().st_size:,d} bytes  model.safetensors" in shown
     assert "stays here      checkpoint-10/ (1 file)" in shown
+    assert "nothing was uploaded to me/tiny" in shown
     assert hub.repositories["me/tiny"].commits[1:] == before
     assert (adapter / "README.md").read_text() == here
     plan = plan_push(adapter, "me/tiny", api=HfApi(endpoint=hub.url, token=TOKEN))
@@ -366,6 +361,10 @@ def test_a_dry_run_shows_what_goes(adapter: Path, hub: Hub, monkeypatch: pytest.
     assert hub.repositories["me/tiny"].head in capsys.readouterr().out.replace("\n", "")
     for name, size in plan.files:
         assert len(hub.repos["me/tiny"][name]) == size
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+    with pytest.raises(SystemExit, match="0"):
+        main([*main_arguments, "--dry-run"])
+    assert "what was edited there is not shown here" in " ".join(capsys.readouterr().err.split())
 
 
 def test_a_wheel_has_the_template() -> None:

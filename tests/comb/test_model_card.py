@@ -18,20 +18,11 @@ from comb.hub.card import TAGS, inherited_licence
 from comb.hub.facts import read_evaluations
 from comb.hub.push import plan_push, refresh_card
 from comb.hub.redaction import holds_secret, redact_json
-from tests.helpers.families import open_gates, tiny
+from tests.helpers.families import tiny
 
 ROW = {"method": "comb", "n": 400, "em": 0.96, "f1": 0.99, "rouge_l": 0.985, "intervals": {"em": [0.94, 0.98]},
        "ttft_cached_s": {"median": 0.012, "low": 0.01, "high": 0.02, "n": 5}}  # fmt: skip
 REFUSED = {"method": "epic", "n": 0, "em": None, "f1": None, "rouge_l": None, "refused": "no | in here"}
-
-
-@pytest.fixture
-def adapter(tmp_path: Path) -> Path:
-    folder = tmp_path / "my-adapter"
-    model = open_gates(CombForCausalLM.from_backbone(tiny("llama"), num_encoder_layers=2))
-    model.config.backbone_name_or_path = "owner/backbone"
-    model.save_pretrained(folder)
-    return folder
 
 
 def write_results(folder: Path, dataset: str, *rows: dict[str, Any], path: str | None = None) -> None:
