@@ -8,16 +8,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tokenizers.processors import TemplateProcessing
 
-from comb import Document, PICEngine, Prompt, PromptBuilder
-from comb.cache.store import PICacheStore
+from comb import Document, PICacheStore, PICEngine, Prompt, PromptBuilder, UnknownDocumentError
 from comb.documents.document import as_document
 from comb.documents.messages import referenced_documents
-from comb.engine.engine import UnknownDocumentError
 from tests.helpers.byte_text import TEMPLATE, byte_llama, byte_tokenizer
-
-pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 def ids(tokenizer: Any, text: str) -> tuple[int, ...]:
@@ -146,9 +141,6 @@ def test_raw_text_is_completed_without_a_chat_template() -> None:
     assert PromptBuilder(chatty).answer("yes") == (*ids(chatty, "yes"), chatty.eos_token_id)
     tokenizer = byte_tokenizer(chat_template=None, bos_token="<|bos|>")
     assert PromptBuilder(tokenizer).build("a").prefix == ()
-    bos = tokenizer.bos_token_id
-    tokenizer.backend_tokenizer.post_processor = TemplateProcessing("<|bos|> $A", special_tokens=[("<|bos|>", bos)])
-    assert PromptBuilder(tokenizer).build("a").prefix == (bos,)  # where the tokenizer adds it
 
 
 @pytest.mark.parametrize(

@@ -21,8 +21,6 @@ from comb.linking.support import find_support
 from comb.methods.linked import Linked
 from tests.helpers.families import FAMILIES, LINK_FAMILIES, tiny
 
-pytestmark = pytest.mark.usefixtures("one_thread")
-
 REFUSED = {"gpt2", "opt", "llama4", "qwen3_next", "bamba", "falcon_h1", "lfm2"}
 LINKABLE = sorted({*FAMILIES, *LINK_FAMILIES} - REFUSED)
 RUN_BY_RUN = ("bloom", "mpt", "falcon_alibi")
@@ -342,26 +340,6 @@ def test_broken_weights_never_reach_a_cache() -> None:
         model.model.layers[2].self_attn.v_proj.weight[0, 0] = torch.nan
     with pytest.raises(ValueError, match="NaN or infinite"):
         method.compile(DOCUMENTS)
-
-
-def test_discovery_finds_the_layouts() -> None:
-    """What the probe says, against what these models are known to do."""
-    half, pairs = Rotation(0, 0, interleaved=False), Rotation(0, 0, interleaved=True)
-    expected = {
-        "llama": {(half, None)},
-        "gptj": {(pairs, None)},
-        "cohere": {(pairs, None)},
-        "nanochat": {(Rotation(0, 0, interleaved=False, backward=True), None)},
-        "bloom": {(None, None)},
-        "deepseek_v3": {(None, half)},  # the latent is position-free, the rope slice is cached beside it
-        "smollm3": {(half, None), (None, None)},
-        "gemma3": {(half, None), (Rotation(1, 0, interleaved=False), None)},
-    }
-    for family, layers in expected.items():
-        with torch.no_grad():
-            assert set(find_positions(model_of(family)).layers) == layers, family
-    with torch.no_grad(), pytest.raises(UnmovableError, match="no rotary embedding"):
-        find_positions(model_of("gpt2"))
 
 
 def test_rows_of_a_pass_may_differ_by_rounding() -> None:
