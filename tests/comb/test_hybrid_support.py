@@ -11,7 +11,6 @@ from typing import Any
 
 import pytest
 import torch
-import transformers as tf
 from torch import Tensor
 
 from comb import methods
@@ -28,6 +27,7 @@ from comb.hybrid.transition import DenseTransition
 from comb.linking.positions import UnmovableError, explain_states, states_by_position
 from comb.methods.decode_state import DecodeState
 from tests.comb.test_hybrid_link import EXACT, MODELS, PRIMER, QUERY, A, B, C, error, ids, logits, model_of
+from tests.helpers.families import random_of
 from tests.helpers.hybrids import HYBRIDS, tiny_hybrid
 
 SCAN = "torch_chunk_gated_delta_rule"
@@ -123,8 +123,7 @@ def test_support_is_found_anew_when_weights_change() -> None:
 
 def test_a_layer_that_forgets_the_probe_is_known_by_its_scan_or_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     """A fresh model of transformers decays within a few tokens: seen from outside any family would fit."""
-    torch.manual_seed(0)
-    fresh = tf.AutoModelForCausalLM.from_config(HYBRIDS["qwen3_next"]()).eval()
+    fresh = random_of(HYBRIDS["qwen3_next"]())
     support = find_hybrid_support(fresh)
     assert {(layer.family, layer.source) for layer in support.linear.values()} == {("dense", "scan")}
     number = min(support.linear)

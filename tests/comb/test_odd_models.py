@@ -12,6 +12,7 @@ import transformers as tf
 from comb import CombForCausalLM, PICEngine, methods
 from comb.cli.doctor import check_methods, run_checks
 from tests.helpers.byte_text import byte_llama, byte_tokenizer
+from tests.helpers.families import random_of, tiny
 
 SMALL = {"vocab_size": 96, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 3, "num_attention_heads": 4}
 DOCUMENTS, QUERY, PREFIX = [[5, 6, 7, 8, 9, 10, 11], [12, 13, 14, 15]], [20, 21, 22], [3, 4]
@@ -59,18 +60,7 @@ OTHERS: dict[str, dict[str, Any]] = {
 
 
 def made(kind: str) -> Any:
-    torch.manual_seed(0)
-    model = tf.AutoModelForCausalLM.from_config(getattr(tf, f"{kind}Config")(**OTHERS[kind])).eval()
-    for parameter in model.parameters():
-        if parameter.ndim > 1:
-            torch.nn.init.normal_(parameter, std=0.15)
-    return model
-
-
-def mpt() -> Any:
-    torch.manual_seed(0)
-    config = tf.MptConfig(vocab_size=260, d_model=32, n_layers=2, n_heads=4, max_seq_len=64, eos_token_id=256)
-    return tf.MptForCausalLM(config).eval()
+    return random_of(getattr(tf, f"{kind}Config")(**OTHERS[kind]), std=0.15)
 
 
 @pytest.mark.parametrize("kind", ["ModernBertDecoder", "Doge"])
@@ -125,7 +115,9 @@ def test_documents_stand_behind_a_passage_that_leaves_them_half(positions: int, 
 
 
 @pytest.mark.parametrize("spec", ["primed", "naive", "prefix", "full"])
-@pytest.mark.parametrize("make", [lambda: byte_llama(max_position_embeddings=64), mpt])
+@pytest.mark.parametrize(
+    "make", [lambda: byte_llama(max_position_embeddings=64), lambda: tiny("mpt", vocab_size=260, max_seq_len=64)]
+)
 def test_what_does_not_fit_is_refused_before_anything_is_computed(make: Any, spec: str) -> None:
     engine = PICEngine(make(), byte_tokenizer(), method=spec)
     passes: list[int] = []
@@ -188,7 +180,7 @@ def test_positions_of_other_kinds_are_the_models_own(kind: str) -> None:
 
 
 @pytest.mark.parametrize("name", ["stop_strings", "num_return_sequences"])
-def test_a_models_own_generation_settings_dont_keep_it_from_being_asked(name: str, tmp_path: Path) -> None:
+def test_a_models_own_generation_settings_dont_keep_it_from_being_asked(name: str) -> None:
     model = byte_llama()
     more: dict[str, Any] = {"stop_strings": {"stop_strings": ["W"]}}.get(name, {"do_sample": True, name: 2})
     for key, value in more.items():

@@ -109,21 +109,25 @@ STATE_FAMILIES: dict[str, Callable[[], Any]] = {
 MIXTURES = ("mixtral", "qwen3_moe", "deepseek_v2", "qwen3_next")
 
 
-def tiny(family: str, seed: int = 0, std: float | None = None, **changes: Any) -> Any:
-    """A tiny random model of a family, in eval mode, the same for the same seed.
+def random_of(config: Any, seed: int = 0, std: float | None = None) -> Any:
+    """A random model in eval mode, the same for the same seed.
 
-    `std` makes all its matrices that large: with the usual 0.02 attention hardly looks at anything. `changes` are the
-    configuration's.
+    `std` makes all its matrices that large: with the usual 0.02 attention hardly looks at anything.
     """
     torch.manual_seed(seed)
-    config = (FAMILIES | LINK_FAMILIES | STATE_FAMILIES)[family]()
-    for name, value in changes.items():
-        setattr(config, name, value)
     model = tf.AutoModelForCausalLM.from_config(config).eval()
     for parameter in model.parameters() if std is not None else ():
         if parameter.ndim > 1:
             torch.nn.init.normal_(parameter, std=std)
     return model
+
+
+def tiny(family: str, seed: int = 0, std: float | None = None, **changes: Any) -> Any:
+    """A tiny model of a family, random as `random_of` makes it; `changes` are the configuration's."""
+    config = (FAMILIES | LINK_FAMILIES | STATE_FAMILIES)[family]()
+    for name, value in changes.items():
+        setattr(config, name, value)
+    return random_of(config, seed, std)
 
 
 def open_gates(model: Any, attention: float = 0.7, mlp: float = 0.3) -> Any:

@@ -10,7 +10,7 @@ import transformers as tf
 from torch import Tensor
 
 from comb.mac import MacConfig
-from tests.helpers.families import BASE, MLA, tiny
+from tests.helpers.families import BASE, MLA, random_of, tiny
 
 NEW = 16
 # everything that can match, does: the loosest threshold, no caps
@@ -33,12 +33,7 @@ OTHERS: dict[str, tuple[str, dict[str, Any]]] = {
 def model_of(family: str) -> Any:
     if family in OTHERS:
         name, values = OTHERS[family]
-        torch.manual_seed(0)
-        model = tf.AutoModelForCausalLM.from_config(getattr(tf, name)(**values)).eval()
-        for parameter in model.parameters():
-            if parameter.ndim > 1:
-                torch.nn.init.normal_(parameter, std=0.2)
-        return model
+        return random_of(getattr(tf, name)(**values), std=0.2)
     return tiny(family, std=0.2)
 
 
