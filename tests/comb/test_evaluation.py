@@ -132,14 +132,6 @@ def test_exact_match_takes_the_best_reference_and_f1_counts_shared_words_with_re
     assert [f1(*pair) for pair in (("", [""]), ("the", [""]), ("", ["Rome"]), ("Rome", [""]))] == [1.0, 1.0, 0.0, 0.0]
 
 
-def test_rouge_l_is_the_f_measure_of_the_longest_common_subsequence() -> None:
-    # the example of Lin 2004, sec. 3: police killed the gunman / police kill the gunman / the gunman kill police
-    assert rouge_l("police kill the gunman", ["police killed the gunman"]) == pytest.approx(0.75)
-    assert rouge_l("the gunman kill police", ["police killed the gunman"]) == pytest.approx(0.5)
-    assert rouge_l("a b c d", ["b d"]) == pytest.approx(2 * 0.5 * 1.0 / 1.5)
-    assert rouge_l("", ["b d"]) == 0.0
-
-
 def test_scores_average_count_and_have_intervals() -> None:
     scores = score(["Rome", "Paris"], [["Rome"], ["London"]])
     assert (scores.n, scores.em, scores.f1, scores.rouge_l) == (2, 0.5, 0.5, 0.5)
@@ -182,7 +174,8 @@ def test_rouge_l_is_the_packages() -> None:
     scorer = rouge_scorer.RougeScorer(["rougeL"])
     texts = [
         "The cat sat on the mat.", "the mat sat on a cat", "Anna Bell's home is in Rome (Italy)!",
-        "in Rome, Anna lives", "one-two three_four 5", "five 5 three four one two", "completely different words", "x",
+        "in Rome, Anna lives", "one-two three_four 5", "five 5 three four one two", "completely different words",
+        "x", "",
     ]  # fmt: skip
     for prediction in texts:
         for reference in texts:
