@@ -15,13 +15,11 @@ import pytest
 import torch
 from typer.testing import CliRunner
 
-from comb import Document, Example
+from comb import Document, Example, PICEngine, PromptBuilder
 from comb.backbones.tokenizer import load_tokenizer
 from comb.bench.methods import panels
 from comb.cli import main as cli
 from comb.documents.datasets import Counts, read_dataset
-from comb.documents.document import PromptBuilder
-from comb.engine.engine import PICEngine
 from comb.evaluation.compare import compare, kl_divergence, measure_times, question_name
 from comb.evaluation.plot import Frontier
 from comb.evaluation.record import Journal

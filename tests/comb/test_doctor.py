@@ -242,7 +242,7 @@ def test_what_is_recomputed_whole_costs_nothing_and_less_costs_more(
         check_segments(nano, tokenizer, ["naive"], prompts, least=500)
 
 
-def test_the_command_says_what_to_tell_the_server(nano: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_command_says_what_to_tell_the_server(tmp_path: Path) -> None:
     draw = random.Random(6)
     file = tmp_path / "mine.jsonl"
     text = "\n".join(f"[{n}] {passage(draw, 90)}" for n in range(2))

@@ -28,8 +28,6 @@ from tests.helpers.tiny_engine import (
     states,
 )  # fmt: skip
 
-pytestmark = pytest.mark.usefixtures("one_thread")
-
 Change = Callable[[Any], Any]
 DOCUMENTS = [list(range(20, 31)), list(range(50, 57)), list(range(70, 83))]
 

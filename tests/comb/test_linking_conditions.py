@@ -24,8 +24,6 @@ from tests.helpers.byte_text import byte_llama, byte_tokenizer
 from tests.helpers.families import tiny
 from tests.helpers.hybrids import HYBRIDS, tiny_hybrid
 
-pytestmark = pytest.mark.usefixtures("one_thread")
-
 
 @pytest.mark.parametrize(
     ("options", "seam"), [({}, 4), ({"front": [5, 6, 7]}, 0), ({"seam": 2, "front": [5, 6, 7]}, 2)]

@@ -126,7 +126,7 @@ def test_a_context_that_is_too_long_loses_its_start_as_in_the_harness(tasks: Pat
     assert scores(found) == pytest.approx(scores(given), abs=1e-4)
 
 
-def test_a_context_that_leaves_no_position_to_answer_in_is_the_harnesss(tasks: Path) -> None:
+def test_a_context_that_leaves_no_position_to_answer_in_is_the_harnesss() -> None:
     model = comb("legolink:65536")
     passage = model.tok_encode(PASSAGES[0])
     context = [*passage, *model.tok_encode(" Where? " * model.max_length)][: model.max_length]

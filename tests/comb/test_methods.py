@@ -20,8 +20,6 @@ from comb.methods.selection import Tokens
 from tests.helpers.families import open_gates, tiny
 from tests.helpers.hybrids import tiny_hybrid
 
-pytestmark = pytest.mark.usefixtures("one_thread")
-
 PREFIX, QUERY = [1, 5], [7, 8, 9]
 DOCUMENTS = [[11, 12, 13, 14, 15], [21, 22, 23], [31, 32, 33, 34]]
 

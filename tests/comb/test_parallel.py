@@ -19,11 +19,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from typer.testing import CliRunner
 
-from comb import CombForCausalLM, methods
+from comb import CombForCausalLM, PICache, PICEngine, methods
 from comb.bench.parallel import ParallelOptions, measure_parallel, panels, tables
-from comb.cache.picache import PICache
 from comb.cli import main as cli
-from comb.engine.engine import PICEngine
 from comb.engine.workers import CompileExecutor, ExecutorStats
 from comb.engine.workers import executor as executor_module
 from comb.engine.workers.actor import Reply
@@ -39,9 +37,6 @@ from tests.helpers.parallel import ActorDiedError, ActorUnavailableError, Inside
 from tests.helpers.parallel_faults import FAULT_TOKEN
 from tests.helpers.stores import same
 from tests.helpers.tiny_engine import BOOK, CITY, LAKE, NEW, QUESTION, make_backbone, make_tokenizer
-
-pytestmark = pytest.mark.usefixtures("one_thread")
-# sums are taken in the order of a worker, which has one thread
 
 SEGMENTS = [[11, 12, 13, 14, 15, 16], [21, 22, 23], [31, 32, 33, 34], [41, 42], [51, 52, 53, 54, 55]]
 FAULTY = [[11, 12, 13, 14, 15, FAULT_TOKEN], *SEGMENTS[1:]]

@@ -26,8 +26,6 @@ from tests.helpers.families import tiny
 from tests.helpers.layer_tokens import layer_tokens
 from tests.helpers.tiny_engine import CITY, LAKE, QUESTION, TEMPLATE, idle, make_backbone, make_comb, make_tokenizer
 
-pytestmark = pytest.mark.usefixtures("one_thread")
-
 EXACT, CONTROL = 2e-5, 1e-3
 _generator = torch.Generator().manual_seed(1)
 

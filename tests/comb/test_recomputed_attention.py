@@ -30,7 +30,6 @@ from comb.linking.recomputed import (
 )
 from tests.helpers.families import tiny
 
-pytestmark = pytest.mark.usefixtures("one_thread")
 WAYS: dict[str, Any] = {"grouped": GroupedAttention, "varlen": VarlenAttention}
 
 DRAW = torch.Generator().manual_seed(1)

@@ -37,8 +37,6 @@ from tests.helpers.tiny_engine import (
     states,
 )  # fmt: skip
 
-pytestmark = pytest.mark.usefixtures("one_thread")
-
 DOCUMENTS = [LAKE, CITY]
 
 
@@ -191,7 +189,7 @@ def test_a_conversation_does_not_go_on_from_what_other_cross_blocks_computed(nam
     assert states(turn) == ["hit", "hit"]  # what the encoder made of them is the same
 
 
-def test_what_no_sample_shows_can_be_said(tmp_path: Path) -> None:
+def test_what_no_sample_shows_can_be_said() -> None:
     model = make_backbone(vocab_size=5000)
     engine = PICEngine(model, make_tokenizer(template=TEMPLATE), method="naive")
     chat = engine.conversation(DOCUMENTS)
