@@ -12,17 +12,13 @@ from typing import Any
 
 import pytest
 import torch
-import transformers as tf
 from torch import Tensor
-from transformers import LogitsProcessor
 
-from comb import CombForCausalLM, LinkTokensForCausalLM, PICEngine
-from comb.engine.conversation import Conversation
+from comb import CombForCausalLM, Conversation, LinkTokensForCausalLM, PICEngine
 from tests.helpers.byte_text import byte_tokenizer
-from tests.helpers.families import FAMILIES, open_gates
+from tests.helpers.families import open_gates, tiny
 from tests.helpers.hybrids import text_model
-
-pytestmark = pytest.mark.usefixtures("one_thread")
+from tests.helpers.tiny_engine import Scores, states
 
 MILL, CITY, LAKE = "The mill burnt down in spring.", "Rill is a small city by the sea.", "The lake is 12 m deep."
 NEW = 6
@@ -42,12 +38,8 @@ ON_LLAMA = ("full", "prefix", "naive", "legolink:2", "legolink-0", "attnlink:4",
 def model_of(family: str) -> Any:
     if family in HYBRIDS:
         return text_model(family)[0]
-    torch.manual_seed(3)
-    config = FAMILIES[family]()
-    config.vocab_size = len(byte_tokenizer())
-    config.max_position_embeddings = 1024
-    config.tie_word_embeddings = False  # tied, a random model says its last token for ever
-    model = tf.AutoModelForCausalLM.from_config(config).eval()
+    sizes = {"vocab_size": len(byte_tokenizer()), "max_position_embeddings": 1024}
+    model = tiny(family, seed=3, **sizes, tie_word_embeddings=False)  # tied, it says its last token for ever
     with torch.no_grad():
         for parameter in model.parameters():
             if parameter.ndim > 1:
@@ -73,20 +65,6 @@ def engine_of(family: str = "llama", method: str = "legolink:2", **options: Any)
     return PICEngine(model, tokenizer, method=method, **options)
 
 
-class Scores(LogitsProcessor):
-    """Notes the logits of every step; may do something at one, or have tokens said (None: what the model says)."""
-
-    def __init__(self, says: Sequence[int | None] = (), **at: Callable[[], Any]) -> None:
-        self.steps: list[Tensor] = []
-        self.says, self.at = iter(says), at
-
-    def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
-        self.at.get(f"step_{len(self.steps)}", lambda: None)()
-        self.steps.append(scores[0].float().clone())
-        said = next(self.says, None)
-        return scores if said is None else torch.full_like(scores, -torch.inf).index_fill(1, torch.tensor([said]), 0.0)
-
-
 def asked(chat: Conversation, question: str, *documents: str, **options: Any) -> tuple[Any, Tensor]:
     """The answer, and the logits [answer tokens, vocabulary] that it was chosen from."""
     scores = Scores()
@@ -98,10 +76,6 @@ def asked(chat: Conversation, question: str, *documents: str, **options: Any) ->
 def error(one: Tensor, other: Tensor) -> float:
     seen = torch.isfinite(other)
     return float((one - other)[seen].norm() / other[seen].norm())
-
-
-def states(answer: Any) -> list[str]:
-    return [document.state for document in answer.report.documents]
 
 
 def second_turn(engine: PICEngine, *new: str, says: Sequence[int | None] = (), **first: Any) -> tuple[Any, Any, Any]:
@@ -451,32 +425,18 @@ def test_a_word_that_ends_an_answer_stays_in_it() -> None:
     assert answer.report.prompt_tokens == answer.report.continued_tokens + len(",") + len("<><") + len("Where to?")
 
 
-def test_a_conversation_notices_other_weights_and_methods() -> None:
+def test_a_conversation_notices_another_method() -> None:
     engine = engine_of("llama", "legolink:2")
     chat = engine.conversation([MILL])
     asked(chat, "When?")
     engine.encoder_enabled = False
-    answer, logits = asked(chat, "Where?")
+    answer, _ = asked(chat, "Where?")
     assert "another method" in answer.report.relinked
     assert states(answer) == ["inlined"]
-    weight = engine.model.get_input_embeddings().weight
-    with torch.no_grad():
-        weight.mul_(1.5)
-        try:
-            other, changed = asked(chat, "Where?")
-        finally:
-            weight.div_(1.5)
-    assert "weights have changed" in other.report.relinked
-    assert error(changed, logits) > CONTROL
 
 
 def test_rotary_embeddings_of_the_whole_length_are_linked_anew() -> None:
-    torch.manual_seed(0)
-    config = FAMILIES["llama"]()
-    config.vocab_size = len(byte_tokenizer())
-    config.max_position_embeddings = 512
-    config.rope_parameters = {"rope_type": "dynamic", "factor": 4.0, "rope_theta": 1e4}
-    model = tf.AutoModelForCausalLM.from_config(config).eval()
+    model = tiny("dynamic_ntk", vocab_size=len(byte_tokenizer()), max_position_embeddings=512)
     for method in ("full", "legolink:2"):
         chat = PICEngine(model, byte_tokenizer(), method=method).conversation([MILL])
         asked(chat, "When?")

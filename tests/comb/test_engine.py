@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, LlamaForCausalLM
+from transformers import LlamaForCausalLM
 
 from comb import CombForCausalLM, Document, methods
 from comb.backbones.tokenizer import tokenizer_fingerprint
@@ -19,7 +19,7 @@ from comb.documents.document import PromptBuilder
 from comb.engine.engine import PICEngine, Request, UnknownDocumentError
 from comb.engine.report import format_bytes
 from comb.methods import MethodSpec
-from tests.helpers.hybrids import HYBRIDS
+from tests.helpers.hybrids import text_model
 from tests.helpers.stores import check_store
 from tests.helpers.tiny_engine import (
     BOOK,
@@ -34,8 +34,6 @@ from tests.helpers.tiny_engine import (
     make_tokenizer,
     states,
 )
-
-pytestmark = pytest.mark.usefixtures("one_thread")
 
 # ---- answers ----
 
@@ -139,16 +137,6 @@ def test_a_batch_is_single_questions_in_one_compile_and_one_generate(
     idle(engine.store)
 
 
-def test_rows_that_end_early_are_cut_at_their_end(backbone: LlamaForCausalLM, tokenizer: Any) -> None:
-    engine = PICEngine(backbone, tokenizer, method="full")
-    free = engine.ask_batch([(QUESTION, [LAKE]), ("Who?", [CITY])], max_new_tokens=NEW)
-    end = free[0].token_ids[1]
-    assert end not in free[1].token_ids
-    answers = engine.ask_batch([(QUESTION, [LAKE]), ("Who?", [CITY])], max_new_tokens=NEW, eos_token_id=end)
-    assert answers[0].token_ids == free[0].token_ids[: free[0].token_ids.index(end) + 1]
-    assert answers[1].token_ids == free[1].token_ids
-
-
 @pytest.mark.parametrize("method", ["comb", "full"])
 @pytest.mark.parametrize("settings", [{}, {"max_length": 200}])
 def test_a_long_prompt_shortens_no_others_answer(
@@ -161,9 +149,17 @@ def test_a_long_prompt_shortens_no_others_answer(
     assert [answer.token_ids for answer in engine.ask_batch(rows, **settings)] == [one.token_ids for one in expected]
 
 
-@pytest.mark.parametrize("settings", [{"eos_token_id": []}, {}, {"stop_strings": ["b"]}])
+@pytest.mark.parametrize(
+    ("settings", "ended"),
+    [
+        ({}, False), ({"eos_token_id": []}, False), ({"eos_token_id": make_tokenizer().encode("b")}, True),
+        ({"stop_strings": ["b"]}, True),
+    ],
+)  # fmt: skip
 @pytest.mark.parametrize("method", ["comb", "full"])
-def test_what_looks_like_padding_is_kept_where_said(method: str, settings: dict[str, Any], tokenizer: Any) -> None:
+def test_rows_are_cut_at_their_end_and_what_looks_like_padding_is_kept(
+    method: str, settings: dict[str, Any], ended: bool, tokenizer: Any
+) -> None:
     engine = PICEngine(make_comb(), tokenizer, method=method)
     a, b, pad = tokenizer.encode("ab!")
     settings = {"pad_token_id": pad, "max_new_tokens": 4, **settings}
@@ -178,7 +174,7 @@ def test_what_looks_like_padding_is_kept_where_said(method: str, settings: dict[
 
     rows = [("q", [LAKE]), ("r", [])]
     expected = [engine.ask(*row, logits_processor=[say], **settings).token_ids for row in rows]
-    assert expected == [(a, a, pad, pad), (a, b) if "stop_strings" in settings else (a, b, pad, a)]
+    assert expected == [(a, a, pad, pad), (a, b) if ended else (a, b, pad, a)]
     assert [each.token_ids for each in engine.ask_batch(rows, logits_processor=[say], **settings)] == expected
 
 
@@ -240,16 +236,12 @@ def test_chat_puts_documents_into_the_first_user_message(comb_model: CombForCaus
     tokenizer = make_tokenizer(template=TEMPLATE)
     said = [("system", "Be brief."), ("user", QUESTION), ("assistant", "12 m."), ("user", "And wide?")]
     messages = [{"role": role, "content": text} for role, text in said]
-    full = PICEngine(comb_model, tokenizer, method="full")
-    answer = full.chat(messages, [LAKE], max_new_tokens=NEW)
     inlined = [messages[0], {"role": "user", "content": f"{LAKE}\n{QUESTION}"}, *messages[2:]]
-    text = tokenizer.apply_chat_template(inlined, tokenize=False, add_generation_prompt=True)
-    prompt = tokenizer.encode(text, add_special_tokens=False)
-    expected = comb_model.backbone.generate(torch.tensor([prompt]), max_new_tokens=NEW, do_sample=False)
-    assert list(answer.token_ids) == expected[0, len(prompt) :].tolist()
-    comb = PICEngine(comb_model, tokenizer)
+    full, comb = PICEngine(comb_model, tokenizer, method="full"), PICEngine(comb_model, tokenizer)
+    answer = full.chat(messages, [LAKE], max_new_tokens=NEW)
+    assert answer.token_ids == full.chat(inlined, max_new_tokens=NEW).token_ids
     linked = comb.chat(messages, [LAKE], max_new_tokens=NEW)
-    assert linked.report.prompt_tokens == len(prompt) - len(LAKE) - 1
+    assert linked.report.prompt_tokens == answer.report.prompt_tokens - len(LAKE) - 1
     assert linked.token_ids == comb.ask_batch([(messages, [LAKE])], max_new_tokens=NEW)[0].token_ids
     stream = comb.stream(messages, [LAKE], max_new_tokens=NEW)
     assert "".join(stream) == linked.text
@@ -257,13 +249,11 @@ def test_chat_puts_documents_into_the_first_user_message(comb_model: CombForCaus
         PICEngine(comb_model, make_tokenizer()).chat(messages, [LAKE])
 
 
-def test_from_pretrained(tmp_path: Path, tokenizer: Any) -> None:
-    make_backbone().save_pretrained(tmp_path / "backbone")
-    tokenizer.save_pretrained(tmp_path / "backbone")
-    plain = PICEngine.from_pretrained(tmp_path / "backbone", method="full")
-    lego = PICEngine.from_pretrained(tmp_path / "backbone", method="legolink", k=3, quantize="int8")
+def test_from_pretrained(backbone_folder: Path, tmp_path: Path, tokenizer: Any) -> None:
+    plain = PICEngine.from_pretrained(backbone_folder, method="full")
+    lego = PICEngine.from_pretrained(backbone_folder, method="legolink", k=3, quantize="int8")
     assert lego.method.spec == methods.create("legolink:3,quantize=int8", plain.model).spec
-    loaded = LlamaForCausalLM.from_pretrained(tmp_path / "backbone")
+    loaded = LlamaForCausalLM.from_pretrained(backbone_folder)
     expected = PICEngine(make_backbone(), tokenizer, method="full").ask(QUESTION, [LAKE], max_new_tokens=NEW)
     assert plain.ask(QUESTION, [LAKE], max_new_tokens=NEW).token_ids == expected.token_ids
     model = make_comb(loaded)
@@ -295,21 +285,6 @@ def test_added_documents_are_compiled_now_and_used_by_id(engine: PICEngine) -> N
     with pytest.raises(UnknownDocumentError, match="'nope'"):
         engine.remove_documents([ids[1], "nope"])
     assert states(engine.ask(QUESTION, document_ids=ids[1:], max_new_tokens=1)) == ["hit"]
-
-
-def test_added_documents_follow_a_trained_adapter(tokenizer: Any) -> None:
-    model = make_comb()
-    engine = PICEngine(model, tokenizer)
-    ids = engine.add_documents([LAKE])
-    before = engine.ask(QUESTION, document_ids=ids, max_new_tokens=NEW)
-    with torch.no_grad():
-        for parameter in model.encoder.parameters():
-            parameter.mul_(1.5)
-    after = engine.ask(QUESTION, document_ids=ids, max_new_tokens=NEW)
-    assert (states(before), states(after)) == (["hit"], ["compiled"])
-    assert after.token_ids == PICEngine(model, tokenizer).ask(QUESTION, [LAKE], max_new_tokens=NEW).token_ids
-    engine.remove_documents(ids)
-    idle(engine.store)
 
 
 def test_remembered_tokens_follow_what_they_were_made_with(backbone: LlamaForCausalLM) -> None:
@@ -502,9 +477,7 @@ def test_documents_may_be_their_fields_by_name(engine: PICEngine) -> None:
         assert states(answer) == ["hit", "hit"]
 
 
-def test_the_default_method_is_primed_where_it_can_be(
-    backbone: LlamaForCausalLM, tokenizer: Any, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_the_default_method_is_primed_where_it_can_be(tokenizer: Any, caplog: pytest.LogCaptureFixture) -> None:
     wide = make_backbone(max_position_embeddings=4096)
     engine = PICEngine(wide, tokenizer)
     report = engine.ask(QUESTION, [LAKE], max_new_tokens=1).report
@@ -514,29 +487,25 @@ def test_the_default_method_is_primed_where_it_can_be(
     assert PICEngine(wide, tokenizer, k=3).method.spec == MethodSpec("primed", more)
     assert PICEngine(make_comb(), tokenizer).method.name == "comb"
     assert not caplog.records
-    mamba = HYBRIDS["qwen3_5"]()
-    mamba.vocab_size = 259
-    engine = PICEngine(AutoModelForCausalLM.from_config(mamba), tokenizer)
+    engine = PICEngine(text_model("qwen3_5")[0], tokenizer)
     assert engine.ask(QUESTION, [LAKE], max_new_tokens=1).report.method == "full"
     assert "documents stand in the prompt" in caplog.text
 
 
 def test_the_engine_goes_to_a_gpu_as_the_command_line_does(
-    tmp_path: Path, tokenizer: Any, monkeypatch: pytest.MonkeyPatch
+    backbone_folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    make_backbone().save_pretrained(tmp_path)
-    tokenizer.save_pretrained(tmp_path)
     moved: list[Any] = []
     monkeypatch.setattr("transformers.PreTrainedModel.to", lambda self, *places: moved.append(places) or self)
-    PICEngine.from_pretrained(tmp_path, method="full")
+    PICEngine.from_pretrained(backbone_folder, method="full")
     with pytest.raises(ValueError, match="device cuda, but there is no GPU"):
-        PICEngine.from_pretrained(tmp_path, method="full", device="cuda")
+        PICEngine.from_pretrained(backbone_folder, method="full", device="cuda")
     monkeypatch.setattr("torch.cuda.is_available", lambda: True)
-    PICEngine.from_pretrained(tmp_path, method="full")
-    PICEngine.from_pretrained(tmp_path, method="full", device="cpu")
+    PICEngine.from_pretrained(backbone_folder, method="full")
+    PICEngine.from_pretrained(backbone_folder, method="full", device="cpu")
     assert moved == [("cpu",), ("cuda",), ("cpu",)]
     with pytest.raises(ValueError, match="device_map both say"):
-        PICEngine.from_pretrained(tmp_path, method="full", device="cpu", device_map="cpu")
+        PICEngine.from_pretrained(backbone_folder, method="full", device="cpu", device_map="cpu")
 
 
 def test_a_plain_model_has_no_encoder(backbone: LlamaForCausalLM, tokenizer: Any) -> None:

@@ -16,13 +16,11 @@ import pytest
 import torch
 from hypothesis import strategies as st
 from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers
-from transformers import GenerationConfig, LogitsProcessor, PreTrainedTokenizer, PreTrainedTokenizerFast
+from transformers import GenerationConfig, PreTrainedTokenizer, PreTrainedTokenizerFast
 
 from comb.engine.engine import PICEngine, UnknownDocumentError
 from comb.mac import mac
-from tests.helpers.tiny_engine import CITY, LAKE, NEW, QUESTION, Always, make_backbone, states
-
-pytestmark = pytest.mark.usefixtures("one_thread")
+from tests.helpers.tiny_engine import CITY, LAKE, NEW, QUESTION, Always, Scores, make_backbone, states
 
 END = "</s>"
 BYTES = [f"<0x{byte:02X}>" for byte in (*"é猫😀\n".encode(), 0xFF)]
@@ -101,16 +99,6 @@ TOKENIZERS: dict[str, Callable[[], Any]] = {
 }  # fmt: skip
 
 
-class Say(LogitsProcessor):
-    """Makes generation give these tokens."""
-
-    def __init__(self, token_ids: list[int]) -> None:
-        self.rest = iter(token_ids)
-
-    def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
-        return torch.full_like(scores, -torch.inf).index_fill(1, torch.tensor([next(self.rest)]), 0.0)
-
-
 @cache
 def engine_of(name: str) -> PICEngine:
     tokenizer = TOKENIZERS[name]()
@@ -123,7 +111,7 @@ def engine_of(name: str) -> PICEngine:
 def streamed(name: str, token_ids: list[int]) -> list[str]:
     """The pieces of an answer of these tokens, which were checked to be its text."""
     engine = engine_of(name)
-    stream = engine.stream("q", max_new_tokens=len(token_ids), logits_processor=[Say(token_ids)])
+    stream = engine.stream("q", max_new_tokens=len(token_ids), logits_processor=[Scores(token_ids)])
     pieces = list(stream)
     assert "".join(pieces) == stream.answer.text == engine.tokenizer.decode(token_ids, skip_special_tokens=True)
     assert all(pieces)
@@ -160,25 +148,17 @@ def test_pieces_come_as_soon_as_nothing_can_change_them(name: str, tokens: str, 
     assert streamed(name, [known[token] for token in tokens.split()]) == pieces
 
 
-def test_stop_strings_stream_their_answer(engine: PICEngine) -> None:
+def test_stop_strings_need_no_second_tokenizer_and_stream_their_answer(engine: PICEngine) -> None:
     said = engine.tokenizer.encode(" 猫 é. Stop here")
     for end in ("é. Stop", "é"):
-        stream = engine.stream("q", logits_processor=[Say(said)], stop_strings=[end])
-        assert "".join(stream) == stream.answer.text == " 猫 é. Stop"[: len(" 猫 ") + len(end)]
-
-
-def test_conversations_stream_their_answers() -> None:
-    known = engine_of("llama").tokenizer.get_vocab()
-    said = [known[token] for token in ("▁the", "<0x0A>", "▁▁▁", "▁cat", "s", "<0xC3>")]
-    chat = engine_of("llama").conversation()
-    for _ in range(2):
-        turn = chat.stream("q", max_new_tokens=len(said), logits_processor=[Say(said)])
-        assert "".join(turn) == turn.answer.text == "the\n    cats\ufffd"
+        for settings in ({"stop_strings": [end]}, {"generation_config": GenerationConfig(stop_strings=end)}):
+            stream = engine.stream("q", logits_processor=[Scores(said)], max_new_tokens=len(said), **settings)
+            assert "".join(stream) == stream.answer.text == " 猫 é. Stop"[: len(" 猫 ") + len(end)]
 
 
 def test_what_a_closed_stream_gave_is_its_answer() -> None:
     known = engine_of("llama").tokenizer.get_vocab()
-    say = Say([known[token] for token in ("▁the", "<0x0A>")] * 50)
+    say = Scores([known[token] for token in ("▁the", "<0x0A>")] * 50)
     stream = engine_of("llama").stream("q", max_new_tokens=100, logits_processor=[say])
     first = next(stream)
     stream.close()
@@ -191,7 +171,7 @@ def test_a_tokenizer_that_rewrites_what_was_streamed_is_an_error(monkeypatch: py
     turned = lambda ids, **options: decode(ids, **options)[::-1]  # noqa: E731
     monkeypatch.setattr(engine.tokenizer, "decode", turned)
     known = engine.tokenizer.get_vocab()
-    say = Say([known["▁the"], known["▁cat"]])
+    say = Scores([known["▁the"], known["▁cat"]])
     stream = engine.stream("q", max_new_tokens=2, logits_processor=[say])
     assert next(stream) == "eht"
     with pytest.raises(RuntimeError, match="has rewritten text that was streamed"):
@@ -270,14 +250,6 @@ def test_a_stream_that_would_wait_for_its_own_reader_is_refused(how: str) -> Non
     with mac(engine.method.backbone), pytest.raises(ValueError, match="in another thread"):
         asked.stream("q", max_new_tokens=2)
     assert isinstance("".join(asked.stream("q", max_new_tokens=2)), str)
-
-
-def test_stop_strings_need_no_second_tokenizer(engine: PICEngine) -> None:
-    whole = engine.ask(QUESTION, [LAKE], max_new_tokens=NEW)
-    end = engine.tokenizer.decode(whole.token_ids[1:2])
-    for settings in ({"stop_strings": [end]}, {"generation_config": GenerationConfig(stop_strings=end)}):
-        stopped = engine.ask(QUESTION, [LAKE], max_new_tokens=NEW, **settings)
-        assert stopped.token_ids == whole.token_ids[:2]
 
 
 def test_default_length_stays_within_the_positions(tokenizer: Any) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -60,6 +60,20 @@ def idle(store: PICacheStore) -> None:
 
 def states(answer: Any) -> list[str]:
     return [document.state for document in answer.report.documents]
+
+
+class Scores(LogitsProcessor):
+    """Notes the logits of every step; may do something at one, or have tokens said (None: what the model says)."""
+
+    def __init__(self, says: Sequence[int | None] = (), **at: Callable[[], Any]) -> None:
+        self.steps: list[torch.Tensor] = []
+        self.says, self.at = iter(says), at
+
+    def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+        self.at.get(f"step_{len(self.steps)}", lambda: None)()
+        self.steps.append(scores[0].float().clone())
+        said = next(self.says, None)
+        return scores if said is None else torch.full_like(scores, -torch.inf).index_fill(1, torch.tensor([said]), 0.0)
 
 
 class Always(LogitsProcessor):
