@@ -199,6 +199,14 @@ def test_a_forced_call_comes_out_as_one(tools: Served, model: Path) -> None:
     assert json.loads(item["arguments"])["place"] in SCHEMA["properties"]["place"]["enum"]
 
 
+def test_a_document_beside_a_call_is_refused(tools: Served) -> None:
+    inside = [{"role": "assistant", "content": [{"type": "document", "id": "dan"}, {"type": "tool_use", "id": "c"}]}]
+    assert tools.request("POST", "/v1/documents", {"id": "dan", "text": "Dan lives under the stairs."})[0] == 200
+    messages = [{"role": "user", "content": [{"type": "tool_result"}]}, *inside]
+    status, found = tools.request("POST", MESSAGES, {"model": "nano", "messages": messages, "max_tokens": 3})
+    assert (status, "put them into those of the user" in found["error"]["message"]) == (400, True), found
+
+
 EMPTY = {"role": "user", "content": None}
 
 
