@@ -33,6 +33,21 @@ def takes_positions(model: Any) -> bool:
     return "position_ids" in inspect.signature(decoder_of(model).forward).parameters
 
 
+CACHES = ("cache", "past_key_values", "cache_params")
+"""Names of the cache: in transformers from 5.24 on, in versions before, and there in models that keep states alone."""
+
+
+def cache_argument(model: Any) -> str:
+    """Under which name a forward pass of `model`, and its `generate`, take a cache."""
+    names = inspect.signature(decoder_of(model).forward).parameters
+    return next((name for name in CACHES if name in names), CACHES[1])
+
+
+def cache_in(named: Mapping[str, Any]) -> Any:
+    """The cache among the arguments or the results of a pass; None where there is none."""
+    return next((named[name] for name in CACHES if named.get(name) is not None), None)
+
+
 def run_decoder(
     model: Any,
     input_ids: Tensor,
@@ -44,7 +59,7 @@ def run_decoder(
     """Last hidden states [rows, tokens, hidden] of `input_ids` [rows, tokens] behind what `cache` holds."""
     device = model.get_input_embeddings().weight.device
     arguments: dict[str, Any] = {"input_ids": on_device(input_ids, device), "use_cache": True}
-    arguments[cache_argument(model, cache)] = cache
+    arguments[cache_argument(model)] = cache
     if position_ids is not None:
         arguments["position_ids"] = on_device(position_ids, device)
     if isinstance(attention_mask, Mapping):
@@ -60,8 +75,8 @@ def run_decoder(
 
 
 # --- caches of models whose layers all keep a state (Mamba, Mamba-2, Falcon-Mamba) -------------------------
-# Such a model takes its cache under another name than the rest, nothing in the cache says how many tokens it has seen,
-# and transformers' `generate` hands over the whole prompt whatever a given cache covers already (seen in 5.19).
+# Nothing in such a cache says how many tokens it has seen, and transformers' `generate` hands over the whole prompt
+# whatever a given cache covers already (seen in 5.19).
 
 
 class StateCache(DynamicCache):
@@ -89,14 +104,6 @@ def empty_cache_of(model: Any) -> Cache:
     return StateCache(config=model.config) if only_states and all(only_states) else cache
 
 
-def cache_argument(model: Any, cache: Cache | None) -> str:
-    """Under which name a forward pass takes `cache`."""
-    if not isinstance(cache, StateCache):
-        return "past_key_values"
-    names = inspect.signature(decoder_of(model).forward).parameters
-    return "past_key_values" if "past_key_values" in names else "cache_params"
-
-
 def count_in(cache: Cache | None, tokens: int) -> None:
     """Says that `cache` covers so many tokens more; caches with keys know that by themselves."""
     if isinstance(cache, StateCache):
@@ -109,11 +116,11 @@ def generating_behind(model: Any, cache: Cache | None) -> Iterator[None]:
     if not isinstance(cache, StateCache):
         yield
         return
-    covered, name = cache.num_tokens, cache_argument(model, cache)
+    covered = cache.num_tokens
 
     def cut(_: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
         nonlocal covered
-        if kwargs.get(name) is not cache:  # one of `generate`'s own, as with guidance_scale
+        if cache_in(kwargs) is not cache:  # one of `generate`'s own, as with guidance_scale
             return args, kwargs
         ids = kwargs["input_ids"][:, covered:]
         covered = 0

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from transformers.cache_utils import DynamicCache
 
 from comb.backbones.discovery import position_count
-from comb.backbones.forward import decoder_of, takes_positions
+from comb.backbones.forward import cache_argument, cache_in, decoder_of, takes_positions
 from comb.backbones.identity import exclusive, modules_now
 from comb.waits import on_device
 
@@ -121,10 +121,9 @@ def drops_cache(model: Any, tokens: int, covered: int) -> bool:
     cache, held = DynamicCache(), torch.zeros(1).expand(1, 1, covered, 1)
     cache.update(held, held, 0)
     ids = torch.zeros(1, tokens, dtype=torch.long)
-    inputs = model.prepare_inputs_for_generation(
-        ids, past_key_values=cache, attention_mask=torch.ones_like(ids), next_sequence_length=tokens - covered
-    )
-    return inputs.get("past_key_values") is None
+    given = {cache_argument(model): cache, "attention_mask": torch.ones_like(ids)}
+    inputs = model.prepare_inputs_for_generation(ids, next_sequence_length=tokens - covered, **given)
+    return cache_in(inputs) is None
 
 
 def why_length_dependent(model: Any) -> str:

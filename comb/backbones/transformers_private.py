@@ -1,9 +1,11 @@
 """Every reach into names of transformers that it doesn't document, in one place; nothing stays changed.
 
-Seen in transformers 5.16 to 5.19:
+Seen in transformers 5.16 to 5.24:
 
 - ``config._attn_implementation``: the attention that is set has a setter (`set_attn_implementation`), but no getter
 - ``model._can_set_attn_implementation()``: whether a model calls its attention through `AttentionInterface`
+- ``model._supports_sdpa``: not with soft caps or attention sinks
+- ``layer._gradient_checkpointing_func``, and what it is put around: a layer's call with its hooks, or its forward alone
 - ``eager_attention_forward`` in a model's file: eager attention with what the model adds to it (soft caps, sinks)
 - scan functions in a model's file: layers call them as globals of that file, and no hook sees what they are given
 - the report that ends in an error without a name, when weights of a checkpoint can't be put together
@@ -20,7 +22,9 @@ from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
+import torch
 from torch import nn
+from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.models.llama.modeling_llama import eager_attention_forward
 
 # names in a module are shared by all threads: one replacement at a time, and it acts in its own thread only
@@ -31,6 +35,18 @@ def attention_name(model: Any) -> str:
     """The attention implementation that is set: "sdpa", "eager", "flash_attention_2", or a registered one's name."""
     name: str = model.config._attn_implementation
     return name
+
+
+def checkpoints_forward_alone(layer: Any) -> bool:
+    """Whether `layer` is checkpointed now, and its hooks aren't: from transformers 5.23 on they run outside of it."""
+    if not (getattr(layer, "gradient_checkpointing", False) and layer.training and torch.is_grad_enabled()):
+        return False
+    return isinstance(layer, GradientCheckpointingLayer) and "__call__" not in vars(GradientCheckpointingLayer)
+
+
+def attention_with_masks(model: Any) -> str:
+    """The faster attention of `model` that takes any mask as a tensor."""
+    return "sdpa" if model._supports_sdpa else "eager"
 
 
 def can_set_attention(model: Any) -> bool:

@@ -14,7 +14,7 @@ import secrets
 from bisect import bisect_left, bisect_right
 from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass, replace
-from functools import cache, lru_cache, partial
+from functools import lru_cache, partial
 from itertools import pairwise
 from pathlib import PurePath
 from typing import Any
@@ -75,11 +75,6 @@ def render_chat(
 
     if not slots:
         return rendered([])
-    if not makes_tokens(tokenizer):
-        from transformers.utils import chat_template_utils
-
-        clock = cache(lambda form: chat_template_utils.datetime.now().strftime(form))  # one moment also at midnight
-        arguments = {"strftime_now": clock, **arguments}
     # digits stay what they are in JSON, in capitals, and at the edge of a text that is trimmed
     mark, stand_in = str(secrets.randbits(128) | 1 << 127), str(secrets.randbits(96) | 1 << 95)
 
@@ -90,18 +85,22 @@ def render_chat(
             [s.text if isinstance(s, Generated) else stand_in * i for s, i in zip(slots, inside, strict=True)]
         )
 
-    base = without_documents(stand_in)
-    if base.token_ids is not None:  # from which nothing can be taken
-        base = without_documents("")
-    base = replace(base, text=base.text.replace(stand_in, ""))
-    reason = ""
-    # an answer that the template changes is a text like any other
-    for tokens_stay in (True, False)[not any(isinstance(slot, Generated) for slot in slots) :]:
-        fills = [_marked(slot, f"{mark}{n:07d}", tokens_stay) for n, slot in enumerate(slots)]
-        for trimmed in (False, True)[: 1 + (DOCUMENTS in slots)]:  # in front of a text that the template trims
-            placed, reason = _find(rendered(fills, trimmed=trimmed).text, base.text, slots, mark)
-            if not reason:
-                return replace(base, slots=tuple(placed))
+    reason, former = "", None
+    for _ in range(3):  # at midnight, a date that the template writes changes between two renderings
+        base = without_documents(stand_in)
+        if base == former:
+            break
+        former = base
+        if base.token_ids is not None:  # from which nothing can be taken
+            base = without_documents("")
+        base = replace(base, text=base.text.replace(stand_in, ""))
+        # an answer that the template changes is a text like any other
+        for tokens_stay in (True, False)[not any(isinstance(slot, Generated) for slot in slots) :]:
+            fills = [_marked(slot, f"{mark}{n:07d}", tokens_stay) for n, slot in enumerate(slots)]
+            for trimmed in (False, True)[: 1 + (DOCUMENTS in slots)]:  # in front of a text that the template trims
+                placed, reason = _find(rendered(fills, trimmed=trimmed).text, base.text, slots, mark)
+                if not reason:
+                    return replace(base, slots=tuple(placed))
     raise ValueError(f"the chat template {reason}: documents can't be placed in it")
 
 

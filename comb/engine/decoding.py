@@ -18,6 +18,7 @@ import torch
 from transformers import StoppingCriteria
 from transformers.generation.streamers import BaseStreamer
 
+from comb.backbones.forward import CACHES
 from comb.engine import DEFAULT_MAX_NEW_TOKENS
 from comb.engine.report import Answer, Report
 from comb.locks import held_here
@@ -25,8 +26,7 @@ from comb.locks import held_here
 logger = logging.getLogger(__name__)
 
 _SAMPLING = ("temperature", "top_k", "top_p", "min_p", "top_h", "typical_p", "epsilon_cutoff", "eta_cutoff")
-_PROMPT = ("inputs", "input_ids", "inputs_embeds", "attention_mask", "position_ids", "past_key_values", "cache_params",
-           "token_healing")  # fmt: skip
+_PROMPT = ("inputs", "input_ids", "inputs_embeds", "attention_mask", "position_ids", "token_healing", *CACHES)
 """Arguments of ``generate`` that say or change what the prompt is."""
 _BYTE = re.compile("<0x[0-9A-F]{2}>")
 """A SentencePiece token of one byte. A run of them that isn't UTF-8 is written as replacement characters throughout."""

@@ -15,7 +15,7 @@ from torch import Tensor
 from transformers.cache_utils import DynamicCache, DynamicSlidingWindowLayer
 
 from comb.backbones.attention_calls import STAND_INS, attention
-from comb.backbones.transformers_private import attention_name
+from comb.backbones.transformers_private import attention_name, attention_with_masks
 from comb.linking.cache import ScatteredRows
 from comb.linking.positions import UnmovableError
 
@@ -70,7 +70,7 @@ def exact_attention(model: Any) -> str:
 def masked_attention(model: Any) -> Iterator[None]:
     """For a while, an attention that takes a mask tensor in place of one that doesn't (flash attention)."""
     now = attention_name(model)
-    with attention(model, now if now in ("sdpa", "eager", *STAND_INS) else "sdpa"):
+    with attention(model, now if now in ("sdpa", "eager", *STAND_INS) else attention_with_masks(model)):
         yield
 
 

@@ -16,7 +16,7 @@ from transformers.cache_utils import DynamicCache
 
 from comb.backbones.adapter import AdapterConfig, check_fingerprint, check_types
 from comb.backbones.discovery import start_token_id
-from comb.backbones.forward import decoder_of
+from comb.backbones.forward import cache_argument, decoder_of
 from comb.backbones.identity import identity_of, settings_of
 from comb.backbones.loading import load_config
 from comb.model.weights import load_adapter, read_weights
@@ -101,7 +101,7 @@ def key_values(backbone: Any, token_ids: Sequence[int]) -> FrontKeyValues:
     """What `backbone` caches of tokens from position zero."""
     cache = DynamicCache()
     ids = torch.tensor([list(token_ids)], device=backbone.get_input_embeddings().weight.device)
-    decoder_of(backbone)(input_ids=ids, past_key_values=cache, use_cache=True)
+    decoder_of(backbone)(input_ids=ids, use_cache=True, **{cache_argument(backbone): cache})
     layers: list[Any] = cache.layers
     return [(layer.keys[0], layer.values[0]) for layer in layers]
 

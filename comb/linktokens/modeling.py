@@ -15,6 +15,7 @@ from transformers import AutoModelForCausalLM, GenerationMixin, PreTrainedModel
 from transformers.cache_utils import DynamicCache
 
 from comb.backbones.discovery import UnsupportedBackboneError
+from comb.backbones.forward import cache_argument
 from comb.backbones.identity import exclusive, weights_fingerprint
 from comb.backbones.rotary import why_length_dependent
 from comb.linking.cache import plain_layer
@@ -179,8 +180,8 @@ class LinkTokensForCausalLM(AdapterModel, GenerationMixin):
             input_ids=input_ids,
             attention_mask=masks if support.masks.mapping else next(iter(masks.values())),
             position_ids=at,
-            past_key_values=cache,
             use_cache=cache is not None,
+            **{cache_argument(self.backbone): cache},
         )
 
     def trainable_support(self) -> LinkSupport:

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from comb.backbones.attention_calls import AttentionCall
+from comb.backbones.forward import cache_in
 from comb.linking.cache import RoomyLayer, ScatterCache, ScatteredRows, ScatterLayer
 from comb.waits import truths
 
@@ -94,7 +95,7 @@ class PassReader:
         inputs = given.get("inputs_embeds") if inputs is None else inputs
         assert inputs is not None
         rows, tokens = inputs.shape[:2]
-        cache, mask, positions = (given.get(name) for name in ("past_key_values", "attention_mask", "position_ids"))
+        cache, mask, positions = cache_in(given), given.get("attention_mask"), given.get("position_ids")
         last = self._unpadded
         if last is None or len(last) != rows or last.device != inputs.device:
             self._unpadded = torch.zeros(rows, dtype=torch.long, device=inputs.device)

@@ -11,6 +11,7 @@ from __future__ import annotations
 import threading
 import weakref
 from collections import Counter
+from collections.abc import Mapping
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass, replace
 from types import TracebackType
@@ -20,7 +21,7 @@ import torch
 from torch import Tensor
 
 from comb.backbones.attention_calls import ANSWERING, STAND_INS, Attended, AttentionCall, attention, stand_in
-from comb.backbones.forward import decoder_of
+from comb.backbones.forward import cache_in, decoder_of
 from comb.backbones.identity import backbone_of
 from comb.backbones.torch_private import base_of, writes
 from comb.backbones.transformers_private import attention_name
@@ -188,7 +189,7 @@ class MacSession:
         if current := self._pass:
             cache = current.cache
             if cache is None:  # the model has made one
-                cache = getattr(output, "past_key_values", None)
+                cache = cache_in(output) if isinstance(output, Mapping) else None
             for index, layer in self._layers.items():
                 if layer.state is not None:
                     layer.seen = KeysIdentity.of(cache_layer(cache, index))

@@ -16,7 +16,7 @@ import torch
 from transformers import LogitsProcessorList
 from transformers.cache_utils import Cache, DynamicCache, DynamicLayer, LinearAttentionCacheLayerMixin
 
-from comb.backbones.forward import StateCache, cache_argument, generating_behind, takes_positions
+from comb.backbones.forward import StateCache, cache_argument, cache_in, generating_behind, takes_positions
 from comb.backbones.identity import backbone_of, exclusive
 from comb.backbones.rotary import drops_cache, length_limit, settle, why_length_dependent
 from comb.backbones.whole import CheckedLogits, check_logits
@@ -120,7 +120,7 @@ class DecodeState:
     def generate_with_cache(self, **generate_kwargs: Any) -> tuple[torch.Tensor, Cache | None]:
         """`generate`, and the cache that it leaves: of all tokens but the last, unless there is none, or of beams."""
         output = self._generate(True, **{**generate_kwargs, "return_dict_in_generate": True})
-        return output.sequences, output.past_key_values
+        return output.sequences, cache_in(output)
 
     def generate_with_logits(self, **generate_kwargs: Any) -> tuple[list[int], torch.Tensor]:
         """The new tokens of `generate`, and the logits [new tokens, vocabulary] in float32 that each was chosen from.
@@ -168,7 +168,7 @@ class DecodeState:
                     # Bamba counts from zero in every call unless it is told the positions
                     extra["position_ids"] = torch.arange(start + first, end, device=ids.device)[None]
                 if past is not None:
-                    extra[cache_argument(self.model, past)] = past
+                    extra[cache_argument(self.model)] = past
                 # a cache of states takes the mask of its new tokens only
                 seen = mask[:, start + first : end] if isinstance(past, StateCache) else mask[:, :end]
                 prefix = {} if first or self.prefixes is None else {"prefix_tokens": self.prefixes}
@@ -183,7 +183,7 @@ class DecodeState:
             generate_kwargs["logits_processor"] = LogitsProcessorList(processors)
         past = self._past_for(generate_kwargs)
         if past is not None:  # with a kind of cache of its own `generate` would not go on from the one it is given
-            generate_kwargs |= {cache_argument(self.model, past): past, "cache_implementation": None}
+            generate_kwargs |= {cache_argument(self.model): past, "cache_implementation": None}
         if self.documents is not None:
             generate_kwargs |= {"documents": self.documents, "prefix_tokens": self.prefixes}
         chunks = _setting(self.model, "prefill_chunk_size", generate_kwargs) is not None

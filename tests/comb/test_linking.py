@@ -24,7 +24,7 @@ from tests.helpers.families import FAMILIES, LINK_FAMILIES, tiny
 REFUSED = {"gpt2", "opt", "llama4", "qwen3_next", "bamba", "falcon_h1", "lfm2"}
 LINKABLE = sorted({*FAMILIES, *LINK_FAMILIES} - REFUSED)
 RUN_BY_RUN = ("bloom", "mpt", "falcon_alibi")
-UNSEEN = ("bloom", "falcon", "falcon_alibi", "gptj", "mpt")  # whose attention can't be asked for its weights
+UNSEEN = ("bloom", "falcon", "falcon_alibi", "mpt")  # whose attention can't be asked for its weights
 PREFIX, QUERY = [5, 6, 7], [90, 17, 33, 41, 12]
 FRONT = [3, 41, 17, 8, 99, 23]
 _generator = torch.Generator().manual_seed(1)
@@ -285,7 +285,7 @@ def test_eager_attention_and_another_implementation() -> None:
     other = tiny("gemma2", std=0.15)
     other.config._attn_implementation = "takes_no_mask"
     with masked_attention(other):
-        assert other.config._attn_implementation == "sdpa"
+        assert other.config._attn_implementation in ("sdpa", "eager")  # the latter from transformers 5.24 on
         assert error(link(other, "legolink:3", prefix=PREFIX).logits, reference) < 1e-5
     assert other.config._attn_implementation == "takes_no_mask"
 

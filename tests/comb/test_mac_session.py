@@ -540,7 +540,7 @@ def test_layers_are_switched_off_by_an_audit() -> None:
 
 @pytest.mark.parametrize(
     ("family", "message"), [
-        ("gptj", "its own code"), ("bloom", "position_ids"), ("mpt", "position_ids"), ("deepseek_v32", "indexer"),
+        ("falcon", "its own code"), ("bloom", "position_ids"), ("mpt", "position_ids"), ("deepseek_v32", "indexer"),
     ],
 )  # fmt: skip
 def test_models_that_mac_cannot_stand_in_for_are_refused(family: str, message: str) -> None:

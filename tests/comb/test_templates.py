@@ -121,7 +121,6 @@ def test_options_of_a_template_are_given_to_it() -> None:
 
 
 def test_both_renderings_are_of_one_moment(monkeypatch: pytest.MonkeyPatch) -> None:
-    later = count()
     tokenizer = byte_tokenizer(MADE_UP["dates, tools, JSON, trimmed"])
     builder = PromptBuilder(tokenizer)
     builder.build("Hi")  # what a template takes is found out once
@@ -129,11 +128,13 @@ def test_both_renderings_are_of_one_moment(monkeypatch: pytest.MonkeyPatch) -> N
     class Clock(datetime.datetime):
         @classmethod
         def now(cls, tz: Any = None) -> Any:
-            return MIDNIGHT + datetime.timedelta(seconds=next(later))
+            return next(moments)
 
     monkeypatch.setattr(chat_template_utils, "datetime", Clock)
-    texts = [tokenizer.decode(builder.build("Hi", [(1, 2)]).bare) for _ in range(3)]
-    days = {text.partition("<|end|>")[0] for text in texts}
+    days = set()
+    for before in range(4):  # readings of the clock until it is midnight
+        moments = (MIDNIGHT + datetime.timedelta(seconds=later) for later in count(-before))
+        days.add(tokenizer.decode(builder.build("Hi", [(1, 2)]).bare).partition("<|end|>")[0])
     assert days == {"<|system|>Today: 29 Feb 2024", "<|system|>Today: 01 Mar 2024"}
 
 

@@ -14,6 +14,7 @@ from torch import Tensor
 from transformers import LogitsProcessorList
 
 from comb.backbones.discovery import inspect_backbone
+from comb.backbones.forward import cache_argument, cache_in
 from comb.backbones.whole import CheckedLogits
 from comb_training.answers.store import StoredAnswer
 from comb_training.data.batches import TrainingExample
@@ -84,8 +85,8 @@ class TransformersEngine:
             input_ids=ids[:, cached:],
             attention_mask=mask,
             position_ids=(mask.cumsum(-1) - 1).clamp(min=0)[:, cached:],
-            past_key_values=cache,
             logits_to_keep=longest + 1,
+            **{cache_argument(self.backbone): cache},
         ).logits.argmax(-1)
         held = [
             tuple(row[-len(draft) - 1 : -1]) == draft
@@ -101,7 +102,6 @@ class TransformersEngine:
         output: Tensor = self.backbone.generate(
             input_ids=ids,
             attention_mask=mask,
-            past_key_values=cache,
             max_new_tokens=self.max_new_tokens,
             do_sample=False,
             num_beams=1,
@@ -112,6 +112,7 @@ class TransformersEngine:
             logits_processor=LogitsProcessorList([CheckedLogits()]),
             eos_token_id=list(self.stops),
             pad_token_id=self.pad,
+            **{cache_argument(self.backbone): cache},
         )
         return [self._answer(row) for row in output[:, ids.shape[1] :].tolist()]
 
@@ -125,13 +126,14 @@ class TransformersEngine:
             return *self._left_padded([prefix + query for prefix, query in zip(prefixes, queries, strict=True)]), None
         different = list(dict.fromkeys(prefixes))  # each is computed once
         ids, mask = self._left_padded(different)
-        cache = self.backbone(
+        output = self.backbone(
             input_ids=ids,
             attention_mask=mask,
             position_ids=(mask.cumsum(-1) - 1).clamp(min=0),
             use_cache=True,
             logits_to_keep=1,
-        ).past_key_values
+        )
+        cache = cache_in(output)
         own = torch.tensor([different.index(prefix) for prefix in prefixes], device=ids.device)
         cache.batch_select_indices(own)
         query_ids, query_mask = self._left_padded(queries)
