@@ -122,17 +122,24 @@ def generating_behind(model: Any, cache: Cache | None) -> Iterator[None]:
         nonlocal covered
         if cache_in(kwargs) is not cache:  # one of `generate`'s own, as with guidance_scale
             return args, kwargs
-        ids = kwargs["input_ids"][:, covered:]
+        ids = (args[0] if args else kwargs["input_ids"])[:, covered:]
         covered = 0
         mask = kwargs.get("attention_mask")
         count_in(cache, ids.shape[1])
-        return args, {**kwargs, "input_ids": ids, "attention_mask": None if mask is None else mask[:, -ids.shape[1] :]}
+        changed = {**kwargs, "attention_mask": None if mask is None else mask[:, -ids.shape[1] :]}
+        return ((ids, *args[1:]), changed) if args else (args, {**changed, "input_ids": ids})
 
-    handle = model.register_forward_pre_hook(cut, with_kwargs=True)
+    # not on the model itself: what is wrapped around it (an encoder, peft) calls the one inside
+    handle = decoder_of(model).register_forward_pre_hook(cut, with_kwargs=True)
     try:
         yield
     finally:
         handle.remove()
+    if covered:
+        raise RuntimeError(
+            f"{type(model).__name__} ran without this hook, and computed what the cache covers twice: torch.compile "
+            "ignores hooks that come later unless torch._dynamo.config.skip_nnmodule_hook_guards = False"
+        )
 
 
 # --- how many tokens have passed, and where the time went ---------------------------------------------------

@@ -49,6 +49,8 @@ class ScatteredRows:
 
     length: int
     positions: Tensor
+    carried: bool = False
+    """Whether the last of them is there for a rotary embedding to look at, and is computed in another pass."""
     _copies: dict[torch.device, tuple[Tensor, Tensor]] = field(default_factory=dict, repr=False, compare=False)
 
     @property

@@ -112,7 +112,8 @@ def recompute(
             size //= 2
         portion = positions[start : start + size]
         start += size
-        cache.rows.positions = torch.cat([portion, last]) if with_last and start < len(positions) else portion
+        cache.rows.carried = with_last and start < len(positions)
+        cache.rows.positions = torch.cat([portion, last]) if cache.rows.carried else portion
         built = masks.build(cache.rows, model)
         try:
             with recomputed_attention(model, cache.rows, masks.windowed(built)):
@@ -176,9 +177,10 @@ class QueryAttention:
     def __call__(self, call: AttentionCall) -> None:
         """One layer's call: queries [1, H, S, D], keys [1, G, K, D], and a mask [1, 1, S, K] of bools or numbers."""
         first = int((self.rows.positions < self.start).sum())  # rows are sorted: those that ask are the last ones
-        if first == len(self.rows.positions):
+        asking = len(self.rows.positions) - first - self.rows.carried
+        if asking <= 0:
             return
-        paid = call.scores(first).softmax(-1).sum(dim=(0, 1, 2, 3))
+        paid = call.scores(first)[..., :asking, :].softmax(-1).sum(dim=(0, 1, 2, 3))
         if paid.device not in self._sums:
             self._sums[paid.device] = torch.zeros(self.rows.length, device=paid.device)
         self._sums[paid.device][: len(paid)] += paid

@@ -16,7 +16,7 @@ from torch import Tensor
 from comb.backbones.attention_calls import watched
 from comb.backbones.forward import StageTimes, counted_passes
 from comb.backbones.identity import exclusive
-from comb.backbones.rotary import compile_limit, why_length_dependent
+from comb.backbones.rotary import compile_limit, settle, why_length_dependent
 from comb.cache.picache import DecoderPICache, PICache
 from comb.linking.cache import ScatterCache, Span, assemble
 from comb.linking.masks import masked_attention
@@ -156,6 +156,8 @@ class Linked(TakesFront):
 
         support, behind_front = self.support, bool(self.front.token_ids)
         limit, last, documents_end = support.positions.limit, len(tokens) - 1, spans[-1].end
+        if limit is not None:
+            settle(self.backbone, len(tokens))
         beyond = limit is not None and len(tokens) > limit
         if behind_front or beyond:
             # compiled behind something, or with the frequencies of short prompts, also the first one differs here

@@ -125,6 +125,9 @@ def test_moved_keys_are_those_computed_at_the_other_place(family: str) -> None:
         ("gemma2", "legolink:5", QUERY, {"_MAX_ROWS": 3}),
         ("gemma2", "legolink:5", QUERY, {"_MAX_MASK_ELEMENTS": 40}),
         ("llama", "focus:0.4", list(range(20, 60)), {"_MAX_ROWS": 7}),  # a long question asks in portions, too
+        # where each has the last row with it, which asks once
+        ("dynamic_ntk", "focus:0.2,seam=0", list(range(20, 80)), {"_MAX_ROWS": 7}),
+        ("longrope", "focus:0.2,seam=0", list(range(20, 80)), {"_MAX_ROWS": 7}),
     ],
 )
 def test_portions_change_nothing(

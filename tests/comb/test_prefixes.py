@@ -7,13 +7,14 @@ import math
 import pickle
 from concurrent.futures import ThreadPoolExecutor
 from functools import cache
+from itertools import chain
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
-from comb import PICEngine, methods
+from comb import CombForCausalLM, PICEngine, methods
 from comb.linking.cache import RoomyLayer
 from comb.methods import prefix as caching
 from comb.methods.base import LinkRequest
@@ -22,7 +23,7 @@ from comb.methods.prefix import prefixes_of
 from tests.comb.test_conversation import engine_of
 from tests.comb.test_conversation import model_of as text_model
 from tests.helpers import hybrids
-from tests.helpers.families import tiny
+from tests.helpers.families import open_gates, tiny
 from tests.helpers.layer_tokens import layer_tokens
 from tests.helpers.tiny_engine import CITY, LAKE, QUESTION, TEMPLATE, idle, make_backbone, make_comb, make_tokenizer
 
@@ -103,6 +104,35 @@ def check_integrity(kept: caching.PrefixCache) -> None:
 
 def error(left: Tensor, right: Tensor) -> float:
     return float((left - right).abs().max() / right.abs().max())
+
+
+@pytest.mark.parametrize(
+    ("family", "wrapper"), [
+        *((family, wrapper) for family in ("mamba2", "bamba") for wrapper in ("comb", "peft", "compiled")),
+        ("falcon_mamba", "peft"),
+    ],
+)  # fmt: skip
+def test_a_model_in_another_computes_its_prefix_once(family: str, wrapper: str) -> None:
+    """The states of a prefix tell nobody how much they cover, and what `generate` calls is the model inside."""
+    model: Any = copy.deepcopy(model_of(family))
+    if wrapper == "comb":
+        model = open_gates(CombForCausalLM.from_backbone(model, num_encoder_layers=2)).eval()
+    elif wrapper == "peft":
+        peft = pytest.importorskip("peft")
+        targets = ["x_proj"] if family == "falcon_mamba" else ["in_proj"]
+        model = peft.get_peft_model(model, peft.LoraConfig(target_modules=targets, task_type="CAUSAL_LM")).eval()
+    else:
+        model = torch.compile(model, backend="eager")
+    method = methods.create("comb" if wrapper == "comb" else "prefix", model)
+    state, _ = linked(method, method.compile(DOCUMENTS))
+    again, _ = linked(method, method.compile(DOCUMENTS))
+    whole = torch.tensor([[*PREFIX, *([] if wrapper == "comb" else chain(*DOCUMENTS)), *QUERY]])
+    given = {"documents": [method.compile(DOCUMENTS)], "prefix_tokens": [len(PREFIX)]} if wrapper == "comb" else {}
+    with torch.no_grad():
+        expected = model(whole, use_cache=False, **given).logits[:, -1]
+    assert again.prefix_tokens == len(PREFIX)
+    for each in (state, again):
+        assert error(each.logits, expected) < EXACT
 
 
 @pytest.mark.parametrize(("family", "spec"), CASES)
