@@ -76,7 +76,7 @@ def run_decoder(
 
 # --- caches of models whose layers all keep a state (Mamba, Mamba-2, Falcon-Mamba) -------------------------
 # Nothing in such a cache says how many tokens it has seen, and transformers' `generate` hands over the whole prompt
-# whatever a given cache covers already (seen in 5.19).
+# whatever a given cache covers already (seen in 5.16 to 5.24).
 
 
 class StateCache(DynamicCache):

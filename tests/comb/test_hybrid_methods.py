@@ -215,10 +215,11 @@ def test_a_layer_that_is_not_affine_is_refused() -> None:
     layer = model.model.layers[1].self_attn
     plain = layer.forward
 
-    def squared(hidden_states: Any, position_embeddings: Any, past_key_values: Any = None, **rest: Any) -> Any:
-        output = plain(hidden_states, position_embeddings, past_key_values=past_key_values, **rest)
-        if past_key_values is not None:
-            past_key_values.layers[1].recurrent_states[0].tanh_()
+    def squared(hidden_states: Any, position_embeddings: Any, **given: Any) -> Any:
+        output = plain(hidden_states, position_embeddings, **given)
+        cache = given.get("cache", given.get("past_key_values"))  # the second until transformers 5.24
+        if cache is not None:
+            cache.layers[1].recurrent_states[0].tanh_()
         return output
 
     layer.forward = squared

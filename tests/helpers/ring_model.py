@@ -30,15 +30,16 @@ class RotaryLinearAttention(nn.Module):
         self.register_buffer("rate", 0.02 * 2.0 ** torch.arange(self.heads), persistent=False)
 
     def forward(
-        self, hidden_states: Tensor, position_embeddings: Any, past_key_values: Any = None, **_: Any
+        self, hidden_states: Tensor, position_embeddings: Any, cache: Any = None, past_key_values: Any = None, **_: Any
     ) -> tuple[Tensor, None]:
+        cache = past_key_values if cache is None else cache  # the name until transformers 5.24
         rows, tokens, _width = hidden_states.shape
         parts = self.qkv(hidden_states).view(rows, tokens, self.heads, 3 * self.width).transpose(1, 2)
         query, key, value = parts.split(self.width, dim=-1)
         key = nn.functional.normalize(key, dim=-1)
         query, key = apply_rotary_pos_emb(query, key, *position_embeddings)
         gates = torch.sigmoid(self.gate(hidden_states))
-        layer = None if past_key_values is None else past_key_values.layers[self.layer_idx]
+        layer = None if cache is None else cache.layers[self.layer_idx]
         state = hidden_states.new_zeros(rows, self.heads, self.width, self.width, dtype=torch.float32)
         if layer is not None and layer.has_previous_state[0]:
             state = layer.recurrent_states[0]
@@ -56,7 +57,7 @@ class RotaryLinearAttention(nn.Module):
                 state = decay * state + k * v
             outputs.append((query[:, :, index, :, None] * state).sum(dim=2))
         if layer is not None:
-            past_key_values.update_recurrent_state(state, self.layer_idx)
+            cache.update_recurrent_state(state, self.layer_idx)
             layer.has_previous_state[0] = True
         mixed = torch.stack(outputs, dim=1).reshape(rows, tokens, -1)
         return self.out(mixed.to(hidden_states.dtype)), None
