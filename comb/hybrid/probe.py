@@ -119,7 +119,7 @@ class TransitionProbe:
             columns = columns[None].expand(len(states), *columns.shape).contiguous()
         fresh.layers = [type(layer)() for layer in fresh.layers]
         write_state(fresh, self.call.number, columns, states.clone())
-        for layer in fresh.layers:  # OLMo-hybrid asks the last linear layer, whichever layer is running
+        for layer in fresh.layers:  # until transformers 5.21 OLMo-hybrid asks the last linear layer, whichever runs
             if hasattr(layer, "has_previous_state"):
                 layer.has_previous_state[0] = True
         size = self.step or self.call.tokens

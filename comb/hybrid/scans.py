@@ -107,7 +107,7 @@ def delta_rule(call: ScanCall, start: int) -> tuple[DenseTransition, Tensor]:
     """T and S by the layer's own scan, run once more with values [v | 0] from the state [0 | I].
 
     A scan treats the columns of its state alike, so the columns behind the zero values come out as T. Arguments:
-    query, key, g, beta [1, tokens, H, ...] (as many heads as values), value [1, tokens, H, V].
+    g, beta [1, tokens, H, ...], value [1, tokens, H, V], query and key of as many heads or (transformers 5.23) fewer.
     """
     arguments: dict[str, Any] = dict(call.arguments)
     for name in ("query", "key", "value", "g", "beta"):

@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from transformers.cache_utils import Cache
 
 from comb import methods
 from comb.backbones.forward import decoder_of, empty_cache_of
@@ -140,7 +141,9 @@ def test_a_layer_that_forgets_the_probe_is_known_by_its_scan_or_refused(monkeypa
 # ---- The packed link is the sequential one: the same states, keys and logits, in one pass of the backbone.
 
 
-PACKED = {*MODELS} - {"olmo_hybrid", "falcon_h1", "zamba2", "jamba", "mamba", "mamba2", "falcon_mamba"}
+PACKED = {*MODELS} - {"falcon_h1", "zamba2", "jamba", "mamba", "mamba2", "falcon_mamba"}
+if not hasattr(Cache, "get_conv_state"):
+    PACKED -= {"olmo_hybrid"}  # until transformers 5.21 each of its layers asks whether the last linear one has a state
 SHORT = ids(5, 8)
 
 
