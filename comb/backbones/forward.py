@@ -14,7 +14,13 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from transformers.cache_utils import Cache, DynamicCache, DynamicLayer, LinearAttentionCacheLayerMixin
+from transformers.cache_utils import (
+    Cache,
+    CacheLayerMixin,
+    DynamicCache,
+    DynamicLayer,
+    LinearAttentionCacheLayerMixin,
+)
 
 from comb.waits import on_device
 
@@ -100,8 +106,15 @@ def empty_cache_of(model: Any) -> Cache:
     only_states = [
         isinstance(layer, LinearAttentionCacheLayerMixin) and not isinstance(layer, DynamicLayer)
         for layer in cache.layers
+        if not keeps_nothing(layer)
     ]
     return StateCache(config=model.config) if only_states and all(only_states) else cache
+
+
+def keeps_nothing(layer: Any) -> bool:
+    """Whether a layer of a cache is the place of one that never puts anything there: an MLP, or one that reads another
+    layer's keys. Up to transformers 5.22 an MLP has an empty layer of states there."""
+    return not isinstance(layer, CacheLayerMixin | LinearAttentionCacheLayerMixin)
 
 
 def count_in(cache: Cache | None, tokens: int) -> None:

@@ -22,6 +22,7 @@ from comb.backbones.identity import backbone_of, exclusive
 from comb.backbones.rotary import compile_limit, length_limit, prompt_limit
 from comb.backbones.torch_private import pre_hooks_of
 from comb.cache.picache import CrossPICache, DecoderPICache, content_key, deserialize, serialize
+from comb.hybrid.caches import attention_layers
 from comb.methods.base import Method
 from comb.methods.decode_state import DecodeState
 from comb.methods.hypic import Hypic
@@ -273,7 +274,8 @@ class _Trial:
             picaches = method.compile([*others, [*kept, *ids]])
             state: Any = method.link(picaches, query, prefix_ids=self.prefix, gaps=self.gaps)
             more = state.past_key_values.get_seq_length() - end
-            tensors = [tensor for layer in state.past_key_values.layers for tensor in (layer.keys, layer.values)]
+            layers = attention_layers(state.past_key_values).values()
+            tensors = [tensor for layer in layers for tensor in (layer.keys, layer.values)]
             # of layers with a window, what is left of the first `end` tokens
             held.append([tensor[:, :, : tensor.shape[2] - more] for tensor in tensors])
         worst = max(relative_gap(b, a) for a, b in zip(*held, strict=True))

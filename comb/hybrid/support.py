@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 from transformers.cache_utils import DynamicLayer, LinearAttentionAndFullAttentionLayer, LinearAttentionLayer
 
-from comb.backbones.forward import StateCache, empty_cache_of
+from comb.backbones.forward import StateCache, empty_cache_of, keeps_nothing
 from comb.backbones.identity import exclusive, identity_of
 from comb.backbones.rotary import RotaryEmbedding, why_length_dependent
 from comb.hybrid.caches import attention_layers, read_state, run, states_of
@@ -133,7 +133,7 @@ def _try(model: Any) -> HybridSupport:
     if any(parameter.is_meta for parameter in model.parameters()):
         raise UnmovableError("its weights are on the meta device")
     layers: list[Any] = empty_cache_of(model).layers
-    odd = sorted({type(layer).__name__ for layer in layers if type(layer) not in _KINDS})
+    odd = sorted({type(layer).__name__ for layer in layers if type(layer) not in _KINDS and not keeps_nothing(layer)})
     if any(getattr(layer, "number_of_states", 1) != 1 for layer in layers):
         odd.append("several states in one layer")
     if odd:

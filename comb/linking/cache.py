@@ -181,7 +181,8 @@ def ordinary_cache(model: Any, layers: Sequence[tuple[Tensor, Tensor]], length: 
     empty = identity_of(model).fact("empty cache", lambda: DynamicCache(config=model.config))
     cache = copy.copy(empty)
     cache.layers = [copy.copy(layer) for layer in empty.layers]
-    for number, ((keys, values), layer) in enumerate(zip(layers, list(cache.layers), strict=True)):
+    # not strict: behind those with keys there may be places of layers that read the keys of others
+    for number, ((keys, values), layer) in enumerate(zip(layers, list(cache.layers), strict=False)):
         if type(layer) is DynamicLayer:
             cache.layers[number] = RoomyLayer(keys, values, length)
         else:

@@ -15,6 +15,7 @@ from torch import Tensor
 from transformers.cache_utils import DynamicCache, DynamicSlidingWindowLayer
 
 from comb.backbones.attention_calls import STAND_INS, attention
+from comb.backbones.forward import keeps_nothing
 from comb.backbones.transformers_private import attention_name, attention_with_masks
 from comb.linking.cache import ScatteredRows
 from comb.linking.positions import UnmovableError
@@ -88,7 +89,7 @@ def mask_candidates(model: Any) -> list[Masks]:
 
 
 def cache_kinds(model: Any) -> list[Any]:
-    """The layers of an empty cache for `model`.
+    """The layers of an empty cache for `model`, without those at its end that read the keys of others (Gemma 3n, 4).
 
     Raises:
         UnmovableError: when they aren't all keys and values per token, full or with a sliding window, or hold tokens
@@ -100,12 +101,17 @@ def cache_kinds(model: Any) -> list[Any]:
         layers = DynamicCache(config=model.config).layers
     except (AttributeError, KeyError, NotImplementedError, ValueError) as error:
         raise UnmovableError(f"transformers has no key/value cache for it ({type(error).__name__}: {error})") from error
-    other = sorted({type(layer).__name__ for layer in layers} - {"DynamicLayer", "DynamicSlidingWindowLayer"})
+    while layers and keeps_nothing(layers[-1]):  # until transformers 5.22 they have no place in a cache
+        layers.pop()
+    kept = {type(layer).__name__ for layer in layers if not keeps_nothing(layer)}
+    other = sorted(kept - {"DynamicLayer", "DynamicSlidingWindowLayer"})
     if other:
         raise UnmovableError(
             f"its cache has layers of type {', '.join(other)}, which keep a state, not keys and values per token (the "
             "method for hybrids is 'hypic')"
         )
+    if any(map(keeps_nothing, layers)):
+        raise UnmovableError("between its layers with keys and values there are some without any")
     kinds = getattr(model.config.get_text_config(decoder=True), "layer_types", None) or ()
     if "chunked_attention" in kinds:
         raise UnmovableError(

@@ -20,7 +20,7 @@ from torch import Tensor
 from transformers.cache_utils import DynamicCache
 
 from comb.backbones.discovery import position_count
-from comb.backbones.forward import run_decoder, takes_positions
+from comb.backbones.forward import keeps_nothing, run_decoder, takes_positions
 from comb.backbones.rotary import RotaryEmbedding, Turns, length_limit, rotary_embeddings, tabulated_embeddings
 from comb.waits import on_device
 
@@ -258,7 +258,7 @@ class RotaryProbe:
         run_decoder(self._model, tokens, cache, position_ids=where)
         shots: list[tuple[Tensor, ...]] = []
         for layer in cache.layers:
-            if hasattr(layer, "recurrent_states") and getattr(layer, "keys", None) is None:
+            if keeps_nothing(layer) or (hasattr(layer, "recurrent_states") and getattr(layer, "keys", None) is None):
                 shots.append(())
                 continue
             if layer.keys is None or layer.values is None or layer.keys.ndim != 4:

@@ -110,7 +110,7 @@ def _why_not_cached(model: Any) -> str:
             whole = run(DynamicCache(config=model.config), 0, count)
             run(cache, 0, count - _QUERY)
             hidden = run(cache, count - _QUERY, count)
-            held = [getattr(layer, "keys", None) for layer in cache.layers]
+            held = [getattr(layer, "keys", None) for layer in cache.layers[: len(kinds)]]
             without = [str(number) for number, keys in enumerate(held) if keys is None]
             if len(without) == len(held):
                 why = "its forward pass leaves nothing in a cache of keys and values"

@@ -16,7 +16,14 @@ import torch
 from transformers import LogitsProcessorList
 from transformers.cache_utils import Cache, DynamicCache, DynamicLayer, LinearAttentionCacheLayerMixin
 
-from comb.backbones.forward import StateCache, cache_argument, cache_in, generating_behind, takes_positions
+from comb.backbones.forward import (
+    StateCache,
+    cache_argument,
+    cache_in,
+    generating_behind,
+    keeps_nothing,
+    takes_positions,
+)
 from comb.backbones.identity import backbone_of, exclusive
 from comb.backbones.rotary import drops_cache, length_limit, settle, why_length_dependent
 from comb.backbones.whole import CheckedLogits, check_logits
@@ -245,7 +252,7 @@ class PastState:
     def can_be_cut(self) -> bool:
         """Whether the cache of an earlier token is a part of it: not with states, nor with sliding windows."""
         return type(self.cache) is DynamicCache and all(
-            type(layer) in (DynamicLayer, RoomyLayer) for layer in self.cache.layers
+            type(layer) in (DynamicLayer, RoomyLayer) or keeps_nothing(layer) for layer in self.cache.layers
         )
 
     @property
@@ -265,6 +272,9 @@ class PastState:
             return self
         cache = DynamicCache()
         for layer in self.cache.layers:
+            if keeps_nothing(layer):
+                cache.layers.append(layer)
+                continue
             assert layer.keys is not None
             assert layer.values is not None
             cache.layers.append(plain_layer(layer.keys[:, :, :length], layer.values[:, :, :length]))

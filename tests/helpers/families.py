@@ -67,6 +67,11 @@ LINK_FAMILIES: dict[str, Callable[[], Any]] = {
                         "short_factor": [1.0] * 4, "long_factor": [3.0, 4.0, 5.0, 6.0], "factor": 8.0,
                         "original_max_position_embeddings": 32}),
     "phi": _config("PhiConfig", **BASE, partial_rotary_factor=0.5),
+    # its last layers read the keys of earlier ones
+    "gemma3n": _config("Gemma3nTextConfig", **BASE, head_dim=16, sliding_window=8, vocab_size_per_layer_input=128,
+                       layer_types=["sliding_attention", "full_attention"] * 2, num_kv_shared_layers=2,
+                       hidden_size_per_layer_input=8, laurel_rank=8, altup_num_inputs=2,
+                       activation_sparsity_pattern=None),
     "glm4": _config("Glm4Config", **BASE, head_dim=16),
     "cohere": _config("CohereConfig", **BASE),
     "cohere2": _config("Cohere2Config", **BASE, sliding_window=8),
