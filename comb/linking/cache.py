@@ -20,6 +20,7 @@ from transformers.cache_utils import (
     LinearAttentionCacheLayerMixin,
 )
 
+from comb.backbones.forward import keeps_nothing
 from comb.backbones.identity import identity_of
 from comb.cache.picache import DecoderPICache
 from comb.linking.positions import PositionMap
@@ -181,8 +182,9 @@ def ordinary_cache(model: Any, layers: Sequence[tuple[Tensor, Tensor]], length: 
     empty = identity_of(model).fact("empty cache", lambda: DynamicCache(config=model.config))
     cache = copy.copy(empty)
     cache.layers = [copy.copy(layer) for layer in empty.layers]
-    # not strict: behind those with keys there may be places of layers that read the keys of others
-    for number, ((keys, values), layer) in enumerate(zip(layers, list(cache.layers), strict=False)):
+    # behind them there may be places of layers that read the keys of others
+    kept = [layer for layer in cache.layers if not keeps_nothing(layer)]
+    for number, ((keys, values), layer) in enumerate(zip(layers, kept, strict=True)):
         if type(layer) is DynamicLayer:
             cache.layers[number] = RoomyLayer(keys, values, length)
         else:

@@ -13,7 +13,7 @@ from torch import Tensor
 from transformers.cache_utils import Cache, DynamicCache
 
 from comb.backbones.attention_calls import attention
-from comb.backbones.forward import decoder_of, run_decoder, takes_positions
+from comb.backbones.forward import decoder_of, keeps_nothing, run_decoder, takes_positions
 from comb.backbones.identity import exclusive, identity_of
 from comb.backbones.rotary import length_limit
 from comb.cache.picache import DecoderPICache
@@ -110,7 +110,9 @@ def _why_not_cached(model: Any) -> str:
             whole = run(DynamicCache(config=model.config), 0, count)
             run(cache, 0, count - _QUERY)
             hidden = run(cache, count - _QUERY, count)
-            held = [getattr(layer, "keys", None) for layer in cache.layers[: len(kinds)]]
+            held = [getattr(layer, "keys", None) for layer in cache.layers if not keeps_nothing(layer)]
+            if len(held) > len(kinds):
+                return "its forward pass goes through some layers more than once, and keeps keys and values each time"
             without = [str(number) for number, keys in enumerate(held) if keys is None]
             if len(without) == len(held):
                 why = "its forward pass leaves nothing in a cache of keys and values"

@@ -110,6 +110,28 @@ STATE_FAMILIES: dict[str, Callable[[], Any]] = {
                                lru_width=32),
 }  # fmt: skip
 
+# of transformers from 5.20 on, where the installed one has them
+_SMALL = {name: value for name, value in BASE.items() if name != "intermediate_size"}
+_LINEAR_FIRST = ["linear_attention", "linear_attention", "full_attention", "linear_attention"]
+_NEWER: dict[str, tuple[str, dict[str, Any]]] = {
+    "bailing_hybrid": ("BailingHybridConfig", {**BASE, **MLA, "head_dim": 8, "layer_types": _LINEAR_FIRST}),
+    # linear layers, and others with a sliding window
+    "lara_mini": ("LaraMiniConfig", {**_SMALL, **MOE, **LINEAR, "head_dim": 16, "sliding_window": 8,
+                  "shared_expert_intermediate_size": 16,
+                  "layer_types": ["linear_attention", "sliding_attention", "linear_attention", "full_attention"]}),
+    "lfm3": ("Lfm3Config", {**BASE, "head_dim": 16, "conv_L_cache": 5, "sliding_window": 8,
+             "layer_types": ["conv", "conv", "full_attention", "sliding_attention"]}),
+    # several states in a layer
+    "inkling2": ("Inkling2TextConfig", {**_SMALL, "unpadded_vocab_size": 128, "head_dim": 8, "d_rel": 4,
+                 "rel_extent": 64, "swa_num_attention_heads": 4, "swa_num_key_value_heads": 2, "swa_head_dim": 8,
+                 "moe_intermediate_size": 16, "n_routed_experts": 4, "num_experts_per_tok": 2,
+                 "n_layers_per_attn_res_block": 2, "layer_types": ["hybrid"] * 4}),
+    # goes through its layers in the middle twice, with keys and values of each time
+    "dory": ("DoryConfig", {**BASE, "head_dim": 16, "sliding_window": 8, "n_input_layers": 1, "n_output_layers": 1,
+             "layer_types": ["sliding_attention", "full_attention"] * 2}),
+}  # fmt: skip
+STATE_FAMILIES |= {name: _config(cls, **values) for name, (cls, values) in _NEWER.items() if hasattr(tf, cls)}
+
 # expert kernels batch tokens of all rows, so a row's last bits depend on its neighbours in the plain model too
 MIXTURES = ("mixtral", "qwen3_moe", "deepseek_v2", "qwen3_next")
 
