@@ -207,6 +207,11 @@ def test_models_that_it_is_not_for() -> None:
                             rope_parameters={"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0})  # fmt: skip
     with pytest.raises(ValueError, match="length of the prompt"):
         methods.create("hypic", tf.AutoModelForCausalLM.from_config(scaled).eval())
+    mlps = HYBRIDS["nemotron_h"]()
+    mlps.layers_block_type = ["full_attention", "mlp"] * 2
+    # the latter until transformers 5.22, where MLPs have layers of states in a cache
+    with pytest.raises(ValueError, match=r"between its layers with keys and values|keep a state, not keys and values"):
+        methods.create("legolink", tf.AutoModelForCausalLM.from_config(mlps).eval())
 
 
 def test_a_layer_that_is_not_affine_is_refused() -> None:
