@@ -187,10 +187,12 @@ def test_a_long_chat_takes_linear_time() -> None:
     builder = PromptBuilder(byte_tokenizer(MADE_UP["plain"]))
     seconds = []
     for messages in (2_000, 20_000):
-        chat = talk(*"a" * messages)
-        start = time.process_time()
-        builder.build(chat, [(1, 2)])
-        seconds.append(time.process_time() - start)
+        chat, runs = talk(*"a" * messages), []
+        for _ in range(3):  # the quickest: a busy machine slows one down
+            start = time.process_time()
+            builder.build(chat, [(1, 2)])
+            runs.append(time.process_time() - start)
+        seconds.append(min(runs))
     assert seconds[1] < 35 * seconds[0]  # ten times the text; each message sought in all of it: a hundred times
 
 
