@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from comb.backbones.attention_calls import AttentionCall
-from comb.backbones.forward import cache_in
+from comb.backbones.forward import cache_in, keeps_nothing
 from comb.linking.cache import RoomyLayer, ScatterCache, ScatteredRows, ScatterLayer
 from comb.waits import truths
 
@@ -141,7 +141,7 @@ def why_exact(call: AttentionCall, current: DecoderPass, index: int | None) -> s
     if torch.is_grad_enabled() and call.query.requires_grad:
         return "gradients"
     held = cache_layer(current.cache, index)
-    if current.cache is None or held is None:
+    if current.cache is None or held is None or keeps_nothing(held):  # the layer reads another's keys
         return "no cache"
     if type(held).__name__ not in _GROWING:
         name = type(held).__name__
