@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import inspect
+import json
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from types import SimpleNamespace
@@ -23,7 +24,7 @@ class Server:
     """Registers documents, as slowly as the test wants, or answers with `status`."""
 
     def __init__(self) -> None:
-        self.documents, self.asked = set[str](), list[str]()
+        self.documents, self.asked, self.texts = set[str](), list[str](), dict[str, str]()
         self.status, self.encoding = 200, asyncio.Event()
         self.encoding.set()
 
@@ -34,9 +35,11 @@ class Server:
         name, status = unquote(request.raw_path.rsplit("/", 1)[-1]), self.status
         if request.method == "POST" and request.path == DOCUMENTS:
             await self.encoding.wait()
-            name = (await request.json())["id"]
+            body = await request.json()
+            name = body["id"]
             if status == 200:
                 self.documents.add(name)
+                self.texts[name] = body["text"]
         elif request.method == "DELETE" and status == 200:
             status = 200 if name in self.documents else 404
             self.documents.discard(name)
@@ -201,6 +204,40 @@ async def test_what_is_refused_for_now_is_told_again(monkeypatch: pytest.MonkeyP
         registrations.put(KEY, None)
         assert await replica.catch_up() == {}
         assert server.documents == set()
+
+
+@pytest.mark.parametrize("status", [400, 429, 503])
+async def test_a_refused_renewal_leaves_what_was_there(monkeypatch: pytest.MonkeyPatch, status: int) -> None:
+    async with started(monkeypatch) as front:
+        first, second = front.servers
+        assert (await front.send("POST", DOCUMENTS, {"id": "a", "text": "A.", "ttl_s": 60, "pin": True})).status == 200
+        second.status = status
+        assert (await front.send("POST", DOCUMENTS, {"id": "a", "text": "B.", "ttl_s": 900})).status == status
+        assert (await front.send("POST", DOCUMENTS, {"id": "b", "text": "B."})).status == status
+        assert [first.documents, first.texts["a"]] == [{"a"}, "A."]  # what wasn't there isn't there
+        # who refuses all has kept what it had, and is asked again as its own replica is
+        assert [second.documents, second.texts["a"]] == [{"a"}, "A."]
+        ((_, body),) = front.registrations[-1].missing({})[0].values()
+        kept = json.loads(body)
+        assert 50 < kept.pop("ttl_s") < 60
+        assert kept == {"id": "a", "text": "A.", "pin": True}
+
+
+async def test_a_refusal_takes_back_nothing_that_others_were_told_of(monkeypatch: pytest.MonkeyPatch) -> None:
+    async with started(monkeypatch) as front:
+        assert (await front.send("POST", DOCUMENTS, {"id": "a", "text": "A."})).status == 200
+        second = front.servers[1]
+        second.status = 429
+        second.encoding.clear()
+        refused = asyncio.create_task(front.send("POST", DOCUMENTS, {"id": "a", "text": "B."}))
+        await until(lambda: second.asked.count(f"POST {DOCUMENTS}") == 2)
+        second.status = 200
+        meanwhile = asyncio.create_task(front.send("POST", DOCUMENTS, {"id": "a", "text": "C."}))
+        await until(lambda: front.servers[0].asked.count(f"POST {DOCUMENTS}") >= 5)
+        await asyncio.sleep(0.1)  # what it does next, it would have done
+        second.encoding.set()
+        assert [(await refused).status, (await meanwhile).status] == [429, 200]
+        assert [server.texts["a"] for server in front.servers] == ["C.", "C."]
 
 
 async def test_lost_registrations_are_an_error_then_begin_again(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -42,6 +42,7 @@ class CombIngress:
     def __init__(self, replicas: Any, max_body_bytes: int) -> None:
         self._replicas, self._max_body_bytes = replicas, max_body_bytes
         self._application = serve.get_replica_context().app_name
+        self._registering = asyncio.Lock()  # what a refusal puts back is no older than what others were told of
 
     async def __call__(self, request: Request) -> Response:
         """Answers one request."""
@@ -82,22 +83,24 @@ class CombIngress:
         if not (is_documents(path) and request.method in ("POST", "DELETE")):
             return _RelayedResponse(chunks, status, kept)
         body = b"".join([chunk async for chunk in chunks])
-        if request.method == "DELETE" and status in (200, 404):
-            key = sender, path.removeprefix(f"{DOCUMENTS}/")
-            # whatever they were told: clients that left have registered some, and servers keep some by themselves
-            answers = [(status, kept, body), *await self._all("delete", key)]
-            status, kept, body = max(answers, key=lambda answer: (answer[0] not in (200, 404), answer[0] == 200))
-            await registrations_of(self._application).put.remote(key, None)
-            await self._all("catch_up")
-        elif request.method == "POST" and status == 200:
-            name = str(json.loads(body)["id"])
-            await registrations_of(self._application).put.remote((sender, name), {**parse_object(raw), "id": name})
-            for refused in await self._all("catch_up"):
-                if (sender, name) in refused:  # the first refusal takes it back everywhere
-                    status, kept, body = refused[sender, name]
-                    await registrations_of(self._application).put.remote((sender, name), None)
-                    await self._all("catch_up")
-                    break
+        async with self._registering:
+            if request.method == "DELETE" and status in (200, 404):
+                key = sender, path.removeprefix(f"{DOCUMENTS}/")
+                # whatever they were told: clients that left have registered some, and servers keep some by themselves
+                answers = [(status, kept, body), *await self._all("delete", key)]
+                status, kept, body = max(answers, key=lambda answer: (answer[0] not in (200, 404), answer[0] == 200))
+                await registrations_of(self._application).put.remote(key, None)
+                await self._all("catch_up")
+            elif request.method == "POST" and status == 200:
+                key = sender, str(json.loads(body)["id"])
+                fields = {**parse_object(raw), "id": key[1]}
+                before = await registrations_of(self._application).put.remote(key, fields)
+                for refused in await self._all("catch_up"):
+                    if key in refused:  # the first refusal takes it back everywhere
+                        status, kept, body = refused[key]
+                        await registrations_of(self._application).put.remote(key, before)
+                        await self._all("catch_up")
+                        break
         return Response(body, status, kept)
 
     async def _answer(self, request: RelayedRequest, documents: list[RoutedDocument]) -> AsyncIterator[Any]:

@@ -91,25 +91,31 @@ class Registrations:
         self._known: dict[Key, tuple[int, dict[str, Any], float | None]] = {}
         self._changes = time.time_ns()  # an actor in place of a lost one gives no number again
 
-    def put(self, key: Key, fields: Mapping[str, Any] | None) -> None:
-        """Remembers the body of a POST /v1/documents, or forgets it (None)."""
+    def put(self, key: Key, fields: Mapping[str, Any] | None) -> dict[str, Any] | None:
+        """Remembers the body of a POST /v1/documents, or forgets it (None); returns the one that it replaces."""
+        _, before = self._bodies().get(key, (0, None))
         self._changes += 1
         self._known.pop(key, None)
         if fields is not None:
             ttl = fields.get("ttl_s")
             expires_at = None if ttl is None else time.time() + ttl  # since the epoch: the same on every machine
             self._known[key] = self._changes, dict(fields), expires_at
+        return before
 
     def missing(self, told: Mapping[Key, int]) -> tuple[dict[Key, tuple[int, bytes]], list[Key]]:
         """What a replica hasn't been `told`: documents to register, with numbers of changes, and those to delete."""
+        bodies = self._bodies().items()
+        new = {key: (number, json.dumps(body).encode()) for key, (number, body) in bodies if told.get(key) != number}
+        return new, [key for key in told if key not in self._known]
+
+    def _bodies(self) -> dict[Key, tuple[int, dict[str, Any]]]:
+        """With numbers of changes, and the time that is left to them."""
         now = time.time()
         self._known = {key: one for key, one in self._known.items() if one[2] is None or one[2] > now}
-        new = {}
-        for key, (number, fields, expires_at) in self._known.items():
-            if told.get(key) != number:
-                left = {} if expires_at is None else {"ttl_s": expires_at - now}
-                new[key] = number, json.dumps({**fields, **left}).encode()
-        return new, [key for key in told if key not in self._known]
+        return {
+            key: (number, fields if expires_at is None else {**fields, "ttl_s": expires_at - now})
+            for key, (number, fields, expires_at) in self._known.items()
+        }
 
 
 def registrations_of(application: str) -> Any:
