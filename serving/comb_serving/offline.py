@@ -27,6 +27,7 @@ from comb_serving.api.routes import CHAT, COMPLETIONS
 from comb_serving.config.instance import instance_folder, read_secret
 from comb_serving.config.serve_options import INSTANCE_DIR, ServeOptions, parse_bytes
 from comb_serving.encoding.compiler import DocumentPrompt, LocalCompiler
+from comb_serving.launch.launcher import REFUSED, REFUSED_PLAIN
 from comb_serving.launch.preflight import check_start
 from comb_serving.linking.layout import LinkingLayout
 from comb_serving.linking.methods import LinkMethod
@@ -60,8 +61,10 @@ class LLM(vllm.LLM):
         if served.method is None or LinkMethod.parse(served.method).full:
             raise ValueError(f"{model}: LLM links documents in plain models (method=...); `comb serve` has adapters")
         linking = linking_options(served)
-        if given := sorted(options.keys() & linking.keys()):
-            raise ValueError(f"{given[0]} can't be given: linking documents needs its own")
+        refused = {name.replace("-", "_"): why for name, why in (REFUSED | REFUSED_PLAIN).items()}
+        for name, why in (refused | dict.fromkeys(linking, "linking documents needs its own")).items():
+            if options.pop(name, None) is not None:
+                raise ValueError(f"{name} can't be given: {why}")
         if INSTANCE_DIR in os.environ:
             raise RuntimeError(f"{INSTANCE_DIR} is set: close() the other engine of this process first")
         with ExitStack() as stack:
@@ -81,6 +84,7 @@ class LLM(vllm.LLM):
                 builder, manager, MethodChoice(served), chats=renders_alike(self.model_config, builder.tokenizer),
                 share_loras=served.lora_documents == "shared", loras=self._compiler.loras,
             )  # fmt: skip
+            self._turn = threading.RLock()  # documents are compiled in the thread that asks for them
             # a loop of its own: the caller may be inside of one (notebooks)
             self._loop = asyncio.new_event_loop()
             self._thread = threading.Thread(target=self._loop.run_forever, name="comb-documents", daemon=True)
@@ -98,13 +102,16 @@ class LLM(vllm.LLM):
     @contextmanager
     def _whole(self) -> Iterator[None]:
         """Who is interrupted (Ctrl-C) leaves nothing in the engine, where its documents' places are given to others."""
-        requests = self.llm_engine.output_processor.request_states
-        before = set(requests)
-        try:
-            yield
-        except BaseException:
-            self.llm_engine.abort_request([name for name in requests if name not in before], internal=True)
-            raise
+        with self._turn:
+            if not self._thread.is_alive():  # nobody would answer it
+                raise RuntimeError("this LLM is closed: make another")
+            requests = self.llm_engine.output_processor.request_states
+            before = set(requests)
+            try:
+                yield
+            except BaseException:
+                self.llm_engine.abort_request([name for name in requests if name not in before], internal=True)
+                raise
 
     def generate(
         self, prompts: Any, sampling_params: Any = None, *,
@@ -144,8 +151,11 @@ class LLM(vllm.LLM):
         return list(super().generate(prompts, parameters, use_tqdm=False, lora_request=loras))
 
     def _answer(self, path: str, rows: list[Any], documents: Any, method: str | None, asked: Any, more: Any) -> Any:
-        if not self._thread.is_alive():  # nobody would answer it
-            raise RuntimeError("this LLM is closed: make another")
+        if self.llm_engine.has_unfinished_requests():  # vLLM gives all answers to who waits first
+            raise ValueError("requests are enqueued: wait_for_completion() first, then ask with documents")
+        if more.get("tokenization_kwargs"):
+            raise ValueError("tokenization_kwargs can't be beside documents: their prompt is made and kept whole")
+        self.collective_rpc("comb_check_weights")
         asked = asked or self.get_default_sampling_params()
         asked = [one.clone() for one in (asked if isinstance(asked, Sequence) else [asked] * len(rows))]
         lists = [list(each) for each in documents if isinstance(each, Sequence) and not isinstance(each, str)]
@@ -181,6 +191,8 @@ class LLM(vllm.LLM):
         finally:
             for each in filter(None, held):  # behind what `run` has cancelled there
                 self._loop.call_soon_threadsafe(each.release)
+        if any(answer.finish_reason == "error" for output in outputs for answer in output.outputs):
+            raise ValueError("vLLM didn't read the documents of a prompt as they were linked: its log says why")
         for one, lease, token, output in zip(found, held, tokens, outputs, strict=True):
             link = None if token is None else self._reports.take(name_of(token))
             output.comb = report(one, lease, link)

@@ -111,7 +111,7 @@ def test_a_plain_model_brings_its_arguments_and_keeps_its_name(tmp_path: Path, m
     launch(full, named, root=root, server=server)
     assert told(seen)["argv"][2:4] == named
     assert "VLLM_CPU_NUM_OF_RESERVED_CPU" not in told(seen)["environment"]
-    for name in ("kv-transfer-config", "scheduler_cls", "worker-cls", "tokenizer", "revision"):
+    for name in ("kv-transfer-config", "scheduler_cls", "worker-cls", "tokenizer", "tokenizer-revision", "revision"):
         with pytest.raises(ValueError, match="comb serve doesn't take --"):
             read_flags([f"--{name}", "x"], {}, plain=True)
         assert read_flags([f"--{name}", "x"], {})

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +22,7 @@ pytestmark = [pytest.mark.vllm, pytest.mark.usefixtures("plugin")]
 METHOD = "focus:0.3"
 QUESTION = [{"role": "user", "content": "Where is Ada?"}]
 TEXTS = ["Ada went to the garden.", "Bob is in the kitchen.", "Then Ada took the red ball."]
+REFUSED = ("tokenizer", "tokenizer_revision", "revision", "chat_template", "skip_tokenizer_init")
 LISTS = [TEXTS, TEXTS[::-1], TEXTS[:1], []]
 
 
@@ -68,6 +70,52 @@ def test_weights_stay_what_documents_were_compiled_with(llm: LLM) -> None:
     for by in (2.0, 0.5):  # and back: other tests ask the same engine
         with pytest.raises(Exception, match="apply_model has changed weights"):
             llm.apply_model(scale(by))
+
+
+def test_weights_written_by_other_ways_are_noticed(llm: LLM) -> None:
+    """As TRL does, which loads into the driver's model, and extensions of workers."""
+    worker = llm.llm_engine.model_executor.driver_worker
+    with pytest.raises(RuntimeError, match="other weights can't be loaded"):
+        worker.model_runner.model.load_weights([])
+    assert ask(llm, [TEXTS])
+    norm = next(each for name, each in worker.get_model().named_parameters() if "layernorm" in name)
+    norm.data.mul_(2)
+    with pytest.raises(Exception, match="weights have changed"):
+        ask(llm, [TEXTS])
+    norm.data.mul_(0.5)
+    assert states(ask(llm, [TEXTS])[0]) == ["hit"] * 3
+
+
+def test_what_waits_in_the_queue_is_nobody_elses_answer(llm: LLM) -> None:
+    from vllm import SamplingParams
+
+    (name,) = llm.enqueue(["Hello"], SamplingParams(temperature=0, max_tokens=2), use_tqdm=False)
+    with pytest.raises(ValueError, match=r"wait_for_completion\(\) first"):
+        ask(llm, [TEXTS])
+    (answer,) = llm.wait_for_completion(use_tqdm=False)
+    assert name.startswith(answer.request_id)
+    assert ask(llm, [TEXTS])
+
+
+def test_a_prompt_over_documents_is_not_cut(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    import vllm
+
+    assert ask(llm, [TEXTS])
+    inner, cut = vllm.LLM.generate, {"tokenization_kwargs": {"truncate_prompt_tokens": 20}}
+    with pytest.raises(ValueError, match="tokenization_kwargs can't be beside documents"):
+        ask(llm, [TEXTS], **cut)
+    # what vLLM refuses in its scheduler is no answer, whoever is at fault
+    monkeypatch.setattr(vllm.LLM, "generate", lambda *given, **more: inner(*given, **more, **cut))
+    with pytest.raises(ValueError, match="vLLM didn't read the documents"):
+        ask(llm, [TEXTS])
+
+
+def test_threads_take_turns(llm: LLM, library: PlainLibrary) -> None:
+    lists = [[f"{text} It was day {number}." for text in TEXTS] for number in range(4)]
+    with ThreadPoolExecutor(4) as threads:
+        answers = [*threads.map(lambda texts: ask(llm, [texts])[0], lists, timeout=60)]
+    for answer, texts in zip(answers, lists, strict=True):
+        assert logs(answer) == pytest.approx(library.logs(library.chat(QUESTION, texts), METHOD, 8), abs=1e-4)
 
 
 def test_who_asks_for_all_of_a_prompt_gets_all_of_it_computed(llm: LLM, library: PlainLibrary) -> None:
@@ -161,6 +209,8 @@ def test_options_that_do_not_fit(tmp_path: Path, nano_adapter: Path) -> None:
         (nano_adapter, {"method": "naive"}, "is a COMB adapter"),
         (CHECKPOINT, {"method": "cacheblend"}, "vLLM links documents with"),
         (CHECKPOINT, {"method": "full"}, "LLM links documents in plain models"),
+        (CHECKPOINT, {"method": METHOD, "worker_cls": "a.B"}, "worker_cls can't be given: linking documents needs"),
+        *((CHECKPOINT, {"method": METHOD, name: "x"}, f"{name} can't be given") for name in REFUSED),
     ):
         with pytest.raises(ValueError, match=message):
             LLM(checkpoint, **options)
@@ -182,4 +232,6 @@ def test_what_cannot_be_served_says_so_and_holds_nothing(llm: LLM, monkeypatch: 
         closed.setattr(llm, "_thread", ended)
         with pytest.raises(RuntimeError, match="this LLM is closed"):
             llm.generate("A question", documents=["A document."])
+        with pytest.raises(RuntimeError, match="this LLM is closed"):
+            llm.generate("A question")
     assert llm.preprocessor.manager.references == 0

@@ -38,7 +38,7 @@ PLUGIN = "comb"  # its name among vLLM's plug-ins, for who lists the allowed one
 END_SECONDS, LEFTOVER_SECONDS = 4.0, 3.0  # the first from when no request is open any more
 
 # what would make two managers of one pool, or prompts that the front doesn't build
-_REFUSED = {
+REFUSED = {
     "model": "the checkpoint comes first: comb serve CHECKPOINT",
     "config": "give its options on the command line",
     "chat-template": "the front renders with the checkpoint's template: save it with the tokenizer",
@@ -48,11 +48,13 @@ _REFUSED = {
     "headless": "all processes must run on this machine",
 }
 # what linking in a plain model needs itself
-_REFUSED_PLAIN = {
+REFUSED_PLAIN = {
     "kv-transfer-config": "documents come to vLLM through a KV connector of comb's",
     "scheduler-cls": "documents are linked by a scheduler of comb's",
     "worker-cls": "documents are kept by a worker of comb's",
     "tokenizer": "the front makes prompts with the tokenizer in the model's own folder",
+    "tokenizer-revision": "the front makes prompts with the tokenizer in the model's own folder",
+    "skip-tokenizer-init": "documents and answers are text",
     "revision": "serve a folder that holds it (hf download --revision ... --local-dir ...)",
 }
 # Of the environment. Answers that vLLM keeps could be read by whoever knows or guesses their names, and its development
@@ -107,7 +109,7 @@ def read_flags(
     ours = {name.replace("_", "-"): "linking documents needs its own" for name in engine}
     if "kv-transfer-config" in ours:
         ours["kv-offloading-size"] = "vLLM's connector for it would stand in place of comb's"
-    refused = {**_REFUSED, **ours, **(_REFUSED_PLAIN if plain else {})}
+    refused = {**REFUSED, **ours, **(REFUSED_PLAIN if plain else {})}
     for name in refused:
         parser.add_argument(f"--{name}", nargs="?", const=True, default=None)
     try:

@@ -9,7 +9,9 @@ import torch
 from torch import nn
 from torch.nn.modules.module import register_module_parameter_registration_hook
 
+from comb.backbones.changes import Sample
 from comb.backbones.identity import bit_sums, identity_of
+from comb.backbones.torch_private import inside
 from comb.backbones.whole import check_finite, is_finite
 
 _ASK = "documents are compiled with the weights that the engine was started with: close it, and start another"
@@ -21,10 +23,17 @@ def check_no_transfer(vllm_config: Any) -> None:
         raise ValueError("documents are linked without weight_transfer_config: they are compiled with today's weights")
 
 
+def no_other_weights(*_: Any, **__: Any) -> NoReturn:
+    """Raises RuntimeError."""
+    raise RuntimeError(f"other weights can't be loaded: {_ASK}")
+
+
 class FixedWeights:
     """The part of a worker that refuses vLLM's ways to change them; comes first among the bases."""
 
     vllm_config: Any
+    reload_weights = no_other_weights
+    _weights: Sample | None = None
 
     def load_model(self, **options: Any) -> None:
         """As vLLM's. Raises ValueError for weights with NaN or infinity, with which vLLM would answer."""
@@ -35,12 +44,17 @@ class FixedWeights:
         finally:
             handle.remove()
         config, model = self.vllm_config.model_config, self.get_model()  # type: ignore[attr-defined]
+        model.load_weights = no_other_weights  # trainers call it on the model itself
         if config.quantization is None:  # what a quantiser keeps beside its weights is its own to know
             check_finite(model, config.model, packed.broken_in(model))
 
-    def reload_weights(self, *_: Any, **__: Any) -> NoReturn:
-        """Raises RuntimeError."""
-        raise RuntimeError(f"reload_weights: {_ASK}")
+    def comb_check_weights(self) -> None:
+        """Asked in front of documents. Raises RuntimeError if weights have been written since this was asked first."""
+        parameters = self.get_model().parameters()  # type: ignore[attr-defined]
+        weights = [tensor for parameter in parameters for _, tensor in inside("", parameter)]
+        self._weights = self._weights or Sample(weights, {})
+        if not self._weights.holds(weights):
+            raise RuntimeError(f"weights have changed: {_ASK}")
 
     def apply_model(self, fn: Callable[[nn.Module], Any]) -> Any:
         """As vLLM's. Raises RuntimeError if `fn` has written weights."""
