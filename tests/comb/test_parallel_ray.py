@@ -126,6 +126,20 @@ def test_more_workers_than_cpus_are_refused_at_once(backbone_folder: Path, monke
         CompileExecutor(ModelSource(str(backbone_folder)), 2, threads=2)
 
 
+def test_a_ray_that_was_started_anew_has_no_workers_of_before(
+    cluster: Any, model: Any, backbone_folder: Path, executor: CompileExecutor, caplog: pytest.LogCaptureFixture
+) -> None:
+    executor.close()  # there are CPUs for two actors only
+    method = methods.create("naive", model)
+    with CompileExecutor(ModelSource(str(backbone_folder)), 2) as other:
+        ray.shutdown()
+        ray.init(address=cluster.address, log_to_driver=False)
+        for _ in range(2):
+            assert same(other.compile(method, SEGMENTS), alone(method, SEGMENTS))
+        assert other.stats.locally == 5  # then it is one without workers
+    assert "make another executor" in caplog.text
+
+
 def test_an_engines_own_actors_end_with_it(cluster: Any, backbone_folder: Path, executor: CompileExecutor) -> None:
     executor.close()
     with PICEngine.from_pretrained(backbone_folder, method="naive", workers=2, dtype=torch.float32) as engine:

@@ -51,6 +51,9 @@ class InsideRay:
     def is_initialized(self) -> bool:
         return True
 
+    def get_runtime_context(self) -> Any:
+        return SimpleNamespace(get_job_id=lambda: "job", get_node_id=lambda: "node")
+
     def remote(self, **settings: Any) -> Any:
         return lambda made: SimpleNamespace(remote=lambda *arguments: self._actor(made, *arguments))
 

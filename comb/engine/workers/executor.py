@@ -120,6 +120,7 @@ class CompileExecutor:
                 )
         self.workers, self.timeout_s = workers, timeout_s
         self._ray: Any = ray
+        self._session = self._session_now()
         self._lock = threading.RLock()
         self._counts: Counter[str] = Counter()
         self._actors: dict[Any, Any] = {}  # by what is done once they have their model; without those gone for good
@@ -147,10 +148,21 @@ class CompileExecutor:
     @property
     def ready(self) -> dict[Any, Any]:
         """Actors, without those that Ray is starting anew."""
-        if not self._actors or not self._ray.is_initialized():
+        if not self._actors or (session := self._session_now()) is None:
+            return {}
+        if session != self._session:
+            logger.warning("the workers have gone with the Ray that they were started in: make another executor")
+            self._actors.clear()
             return {}
         done, _ = self._ray.wait(list(self._actors), num_returns=len(self._actors), timeout=0)
         return {loaded: self._actors[loaded] for loaded in done}
+
+    def _session_now(self) -> tuple[str, str] | None:
+        """Of the Ray that this process is connected to: a new cluster has another node, a new driver another job."""
+        if not self._ray.is_initialized():
+            return None
+        context = self._ray.get_runtime_context()
+        return context.get_job_id(), context.get_node_id()
 
     @property
     def stats(self) -> ExecutorStats:
@@ -240,7 +252,7 @@ class CompileExecutor:
         with self._lock:
             while self._actors:
                 _, actor = self._actors.popitem()
-                if self._ray.is_initialized():  # or they have gone with it
+                if self._session_now() == self._session:  # or they have gone with it
                     with suppress(self._ray.exceptions.RayError):
                         self._ray.kill(actor)
 
