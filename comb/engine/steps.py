@@ -195,8 +195,6 @@ class AnswerSteps:
                         picaches = self.method.compile(token_ids)
                     else:
                         picaches = self.executor.compile(self.method, token_ids)
-                        # other processes' passes aren't counted here, and an encoder's are none of the backbone's
-                        passed.tokens = 0 if self.method.keeps_tokens_only or self.method.uses_encoder else ends[-1]
                 # the weights may have changed since the keys were made, or in between: nothing is filed under
                 # another's name
                 with one_walk():

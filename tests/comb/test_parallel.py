@@ -108,13 +108,15 @@ def test_methods_that_keep_tokens_only_stay_here(whole: CompileExecutor, model: 
 
 
 def test_the_engine_answers_alike_with_and_without_workers(whole: CompileExecutor, model: Any) -> None:
-    for method in ("comb", "legolink:4"):
+    for method in ("comb", "legolink:4", "naive,front=dummies:8"):
         alone = PICEngine(model, make_tokenizer(), method=method)
         engine = PICEngine(model, make_tokenizer(), method=method, executor=whole)
         before = whole.stats
         expected = alone.ask(QUESTION, [LAKE, CITY, BOOK], max_new_tokens=NEW)
         answer = engine.ask(QUESTION, [LAKE, CITY, BOOK], max_new_tokens=NEW)
         assert answer.token_ids == expected.token_ids
+        # two workers have computed a front each
+        assert answer.report.compiled_tokens - expected.report.compiled_tokens == (8 if "front" in method else 0)
         assert counted(whole, before) == {"requests": 1, "by_workers": 3}
         again = engine.ask(QUESTION, [BOOK, LAKE, CITY], max_new_tokens=NEW)
         assert [document.state for document in again.report.documents] == ["hit"] * 3

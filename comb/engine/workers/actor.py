@@ -17,6 +17,7 @@ import numpy as np
 import torch
 
 from comb import methods
+from comb.backbones.forward import counted_passes
 from comb.cache.picache import serialize
 from comb.methods.base import Method, MethodSpec
 from comb.model.source import ModelSource
@@ -30,6 +31,7 @@ class Reply:
 
     data: Any = None  # [bytes] uint8 (numpy), the PICache as a file holds it, checksum included; None if there is none
     seconds: float = 0.0  # of compiling
+    tokens: float = 0  # that the backbone computed, with what it found out on the way (a front)
     error: str = ""  # why there is no PICache
     counted_as: str = "damaged"  # if nothing can be made of it
 
@@ -75,12 +77,13 @@ class Compiler:
             if not token_ids:
                 return Reply()
             start = time.perf_counter()
-            (picache,) = method.compile([token_ids])
+            with counted_passes() as passed:
+                (picache,) = method.compile([token_ids])
             if any(tensor.is_cuda for tensor in picache.tensors().values()):
                 torch.cuda.synchronize()
             seconds = time.perf_counter() - start
             # an array: Ray's object store shares it instead of copying
-            return Reply(np.frombuffer(serialize(picache, key), np.uint8), seconds)
+            return Reply(np.frombuffer(serialize(picache, key), np.uint8), seconds, passed.tokens)
         except Exception as error:
             logger.debug("could not compile", exc_info=True)
             return Reply(error=f"{type(error).__name__}: {error}", counted_as="failed")

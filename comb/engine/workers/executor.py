@@ -14,6 +14,7 @@ from typing import Any, Self
 
 import numpy as np
 
+from comb.backbones.forward import count_tokens
 from comb.cache.picache import PICache, PICacheError, deserialize
 from comb.engine.workers.actor import Compiler, Reply
 from comb.methods.base import Method, MethodSpec
@@ -222,6 +223,7 @@ class CompileExecutor:
                         reply = ray.get(ref, timeout=self.timeout_s if done else 0)
                         made[ids] = picache_of(reply, keys[ids], fingerprint, method, len(ids))
                         busy_s[worker] += reply.seconds
+                        count_tokens(reply.tokens)
                         self._counts["by_workers"] += 1
                     except (PICacheError, ray.exceptions.RayError) as error:
                         lost = isinstance(error, ray.exceptions.RayError)
