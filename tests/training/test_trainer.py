@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import itertools
 import json
 import math
@@ -401,6 +402,17 @@ def test_a_tokenizer_that_a_full_disk_does_not_take_is_a_checkpoint_that_was_not
     assert not list(tmp_path.iterdir())
     with pytest.raises(KeyError), saved.new_checkpoint(tmp_path, 3, keep=0):
         raise KeyError
+
+
+@pytest.mark.parametrize(
+    ("first", "go_on"), [(True, " of an earlier run is intact: .* {}"), (False, " is intact: .* auto")]
+)
+def test_a_full_disk_says_whose_checkpoint_is_left(tmp_path: Path, first: bool, go_on: str) -> None:
+    earlier = tmp_path / "checkpoint-3"
+    earlier.mkdir()
+    error, words = OSError(errno.ENOSPC, "full"), f"checkpoint-3{go_on.format(earlier)}$"
+    with pytest.raises(CheckpointError, match=words), saved.new_checkpoint(tmp_path, 1, keep=0, first=first):
+        raise error
 
 
 def test_another_process_that_has_ended_is_no_full_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

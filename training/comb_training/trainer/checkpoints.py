@@ -145,10 +145,12 @@ def new_checkpoint(run: Path, step: int, *, keep: int, first: bool = False) -> I
         if not (failed_to_write(error) or isinstance(error, RuntimeError)):  # the latter is torch's
             raise
         shutil.rmtree(run / PARTIAL, ignore_errors=True)
-        newest = [path.name for path in checkpoints(run)][-1:]
+        go_on = "make room"
+        for newest in checkpoints(run)[-1:]:
+            whose, resume = (" of an earlier run", newest) if first else ("", AUTO)
+            go_on = f"{newest.name}{whose} is intact: make room, then go on from there with --resume {resume}"
         raise CheckpointError(
-            f"the checkpoint of step {step} could not be written to {run} ({error}); "
-            f"{f'{newest[0]} is intact: make room, then go on with --resume auto' if newest else 'make room'}"
+            f"the checkpoint of step {step} could not be written to {run} ({error}); {go_on}"
         ) from error
     distributed.barrier()
     if distributed.is_main():
