@@ -12,10 +12,12 @@ from typing import Any
 import pytest
 import torch
 
+from comb_serving.config.serve_options import INSTANCE_DIR
 from comb_serving.pool import memory
 from comb_serving.pool.capability import PoolHandle, pack, unpack
 from comb_serving.pool.memory import CannotShareError, DeviceMemory
 from comb_serving.pool.shared_pool import PoolLayout, SharedPool
+from comb_serving.vllm.decoder_pool import create_pool
 from scripts.gpu import ipc
 
 LAYOUT = PoolLayout(cross_layers=2, kv_heads=3, head_dim=5, num_blocks=6, block_size=4)
@@ -272,3 +274,15 @@ def test_a_gpus_pool_goes_to_another_process_and_outlives_it(tmp_path: Path, sou
         pytest.skip("no CUDA device here")
     layout, device = layout_for("bfloat16", stored), torch.device("cuda:0")
     assert ipc.hand_over(tmp_path, layout, device, source=source, tokens=300) == ""
+
+
+def test_a_decoder_without_an_instance_says_that_documents_are_dropped(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """vLLM's own HTTP front knows no `documents`, and answers without them."""
+    distributed = pytest.importorskip("vllm.distributed", reason="needs vllm", exc_type=ImportError)
+    monkeypatch.delenv(INSTANCE_DIR, raising=False)
+    for name, found in (("rank", 0), ("world_size", 1)):
+        monkeypatch.setattr(distributed, f"get_tensor_model_parallel_{name}", lambda found=found: found)
+    assert create_pool(None, None) is None
+    assert "drops `documents` of requests; `comb serve`" in caplog.text

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 from dataclasses import replace
 from pathlib import Path
@@ -14,6 +15,8 @@ from comb_serving.config.instance import read_secret
 from comb_serving.config.serve_options import INSTANCE_DIR, ServeOptions, instance_dir, pool_path
 from comb_serving.pool.capability import KEY, Capability
 from comb_serving.pool.shared_pool import PoolLayout, SharedPool
+
+logger = logging.getLogger(__name__)
 
 
 def own_path(rank: int = 0) -> Path | None:
@@ -55,6 +58,10 @@ def create_pool(model: Any, vllm_config: Any) -> SharedPool | None:
     from vllm.distributed import get_tensor_model_parallel_rank, get_tensor_model_parallel_world_size
 
     path, ranks = own_path(get_tensor_model_parallel_rank()), get_tensor_model_parallel_world_size()
+    if path is None and get_tensor_model_parallel_rank() == 0:
+        logger.warning(
+            "no %s: vLLM's own HTTP server drops `documents` of requests; `comb serve` has them", INSTANCE_DIR
+        )
     if path is None or not (options := ServeOptions.from_environment()).has_pool:
         return None
     device = torch.device("cpu") if options.pool_memory == "host" else next(model.parameters()).device
