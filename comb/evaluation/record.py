@@ -85,7 +85,7 @@ def _content(folder: Path) -> str:
 
 
 def write_json(path: str | Path, content: Mapping[str, Any]) -> None:
-    """Writes JSON atomically: a reader never sees half a file."""
+    """Writes JSON atomically: a reader never sees half a file. Raises OSError, which names it."""
     path = Path(path)
     path.parent.mkdir(parents=True, exist_ok=True)
     temporary = path.with_name(f"{path.name}.tmp{os.getpid()}")
@@ -94,8 +94,12 @@ def write_json(path: str | Path, content: Mapping[str, Any]) -> None:
         """Dataclasses (times with their quartiles) by their fields; paths and dtypes by their names."""
         return vars(value) if hasattr(value, "__dataclass_fields__") else str(value)
 
-    temporary.write_text(json.dumps(content, indent=2, default=plain) + "\n", encoding="utf-8")
-    temporary.replace(path)
+    try:
+        temporary.write_text(json.dumps(content, indent=2, default=plain) + "\n", encoding="utf-8")
+        temporary.replace(path)
+    except OSError as error:  # that of a full disk names no file
+        temporary.unlink(missing_ok=True)
+        raise OSError(error.errno, error.strerror, str(path)) from error
 
 
 def check_writable(folder: str | Path, *names: str) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import io
 import json
 from contextlib import nullcontext
@@ -20,7 +21,7 @@ from comb.documents.document import Prompt
 from comb.evaluation.metrics import agreement, bootstrap, exact_match, f1, normalize_answer, rouge_l, score
 from comb.evaluation.placement import Placement, _Batch, hidden_in, measure_placement, short_prompts
 from comb.evaluation.plot import Lines, Quality, draw, plot_training
-from comb.evaluation.record import environment, write_results
+from comb.evaluation.record import environment, write_json, write_results
 from comb.evaluation.summary import comparison_tables
 from comb.evaluation.table import FittedTable, Row, Timing
 from tests.helpers.families import tiny
@@ -299,3 +300,12 @@ def test_on_a_gpu_nothing_waits_until_times_are_read(monkeypatch: pytest.MonkeyP
     assert dict(times) == {"link": 1.0}
     assert told[4:] == ["1 awaited", "3 awaited"]
     assert times["link"] == 1.0  # once
+
+
+def test_a_full_disk_names_the_file_that_has_no_room(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(*_: Any, **__: Any) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(Path, "write_text", full)
+    with pytest.raises(OSError, match=f"No space left on device: '{tmp_path / 'rows.json'}'"):
+        write_json(tmp_path / "rows.json", {})
