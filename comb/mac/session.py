@@ -222,8 +222,9 @@ class MacSession:
                 # this pass leaves no rows, and those of an earlier one at its positions are of other tokens
                 layer.state.crop(current.key_indices(call)[0] - layer.start)
             return call.exact()
-        # autocast would take sums in 16 bits, which values have beside longer keys in caches of transformers 5.24
-        call = replace(call, values=call.values.to(call.keys.dtype))
+        if call.values.dtype != call.keys.dtype:  # under autocast, in caches of transformers 5.24
+            call = replace(call, values=call.values.to(call.keys.dtype))
+        # autocast would take sums in 16 bits
         with torch.autocast(call.query.device.type, enabled=False):
             return self._reuse(call, layer, current, decodes=current.decodes and not reason)
 
