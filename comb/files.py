@@ -46,18 +46,20 @@ def read_json(path: str | Path, remedy: str = "write or download it again") -> d
     return content
 
 
-def write_whole(path: Path, data: bytes) -> None:
-    """Writes a file in one step, over one that is there. Raises OSError, and then leaves what was there."""
+def write_whole(path: Path, data: bytes, mode: int = 0o600) -> None:
+    """Writes a file in one step, over one that is there. Raises OSError, which names it, and leaves what was there."""
     temporary = path.parent / f"{TEMPORARY_PREFIX}{uuid.uuid4().hex}"
-    descriptor = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
     try:
+        descriptor = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL, mode)
         with os.fdopen(descriptor, "wb") as file:
             file.write(data)
             file.flush()
             os.fsync(file.fileno())  # or a crash may leave the name without the content
         temporary.replace(path)
-    except BaseException:
+    except BaseException as error:
         temporary.unlink(missing_ok=True)
+        if isinstance(error, OSError):  # that of a full disk names no file, others the temporary one
+            raise OSError(error.errno, error.strerror, str(path)) from error
         raise
 
 

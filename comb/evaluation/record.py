@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from comb.backbones.unpublished import public, read_private, write_private
-from comb.files import read_json
+from comb.files import read_json, write_whole
 from comb.hub.facts import TRAINING
 
 PACKAGES = ("comb-pic", "transformers", "tokenizers", "safetensors", "accelerate", "vllm")
@@ -86,20 +86,14 @@ def _content(folder: Path) -> str:
 
 def write_json(path: str | Path, content: Mapping[str, Any]) -> None:
     """Writes JSON atomically: a reader never sees half a file. Raises OSError, which names it."""
-    path = Path(path)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    temporary = path.with_name(f"{path.name}.tmp{os.getpid()}")
 
     def plain(value: Any) -> Any:
         """Dataclasses (times with their quartiles) by their fields; paths and dtypes by their names."""
         return vars(value) if hasattr(value, "__dataclass_fields__") else str(value)
 
-    try:
-        temporary.write_text(json.dumps(content, indent=2, default=plain) + "\n", encoding="utf-8")
-        temporary.replace(path)
-    except OSError as error:  # that of a full disk names no file
-        temporary.unlink(missing_ok=True)
-        raise OSError(error.errno, error.strerror, str(path)) from error
+    path = Path(path)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    write_whole(path, f"{json.dumps(content, indent=2, default=plain)}\n".encode(), mode=0o666)  # less the umask
 
 
 def check_writable(folder: str | Path, *names: str) -> None:
