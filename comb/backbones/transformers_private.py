@@ -27,6 +27,7 @@ from torch import nn
 from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.models.llama.modeling_llama import eager_attention_forward
 
+_HOOKS_ARE_OUTSIDE = "__call__" not in vars(GradientCheckpointingLayer)
 # names in a module are shared by all threads: one replacement at a time, and it acts in its own thread only
 _replacing = threading.Lock()
 
@@ -37,11 +38,15 @@ def attention_name(model: Any) -> str:
     return name
 
 
-def checkpoints_forward_alone(layer: Any) -> bool:
-    """Whether `layer` is checkpointed now, and its hooks aren't: from transformers 5.23 on they run outside of it."""
-    if not (getattr(layer, "gradient_checkpointing", False) and layer.training and torch.is_grad_enabled()):
-        return False
-    return isinstance(layer, GradientCheckpointingLayer) and "__call__" not in vars(GradientCheckpointingLayer)
+def recomputed_with(layer: Any, function: Callable[..., Any], *args: Any) -> Any:
+    """``function(*args)`` of a hook on `layer`, recomputed in the backward pass whenever the layer is.
+
+    From transformers 5.23 on only a layer's forward is: its hooks run outside of that, and are recomputed here.
+    """
+    checkpointed = getattr(layer, "gradient_checkpointing", False) and layer.training and torch.is_grad_enabled()
+    if checkpointed and isinstance(layer, GradientCheckpointingLayer) and _HOOKS_ARE_OUTSIDE:
+        return layer._gradient_checkpointing_func(function, *args)
+    return function(*args)
 
 
 def attention_with_masks(model: Any) -> str:

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from transformers.models.llama.modeling_llama import LlamaMLP, LlamaRMSNorm
 
 from comb.backbones.discovery import layer_input
-from comb.backbones.transformers_private import checkpoints_forward_alone
+from comb.backbones.transformers_private import recomputed_with
 from comb.model.attention import Lengths, attend, uses_packing
 from comb.model.config import CombEncoderConfig
 from comb.waits import on_device
@@ -267,11 +267,7 @@ class LayerHooks:
 
     def _register(self, index: int, function: Callable[[Tensor], Tensor]) -> Any:
         def hook(layer: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any]:
-            hidden = layer_input(args, kwargs)
-            if checkpoints_forward_alone(layer):
-                changed = layer._gradient_checkpointing_func(function, hidden)
-            else:
-                changed = function(hidden)
+            changed = recomputed_with(layer, function, layer_input(args, kwargs))
             if args:
                 return (changed, *args[1:]), kwargs
             return args, {**kwargs, "hidden_states": changed}
