@@ -17,6 +17,7 @@ pytest.importorskip("vllm")
 pytestmark = [pytest.mark.vllm, pytest.mark.slow]
 
 PROGRAM = """
+import sys
 from types import SimpleNamespace
 import torch
 from vllm.compilation import breakable_cudagraph as breakable
@@ -26,6 +27,8 @@ breakable._weak_ref_capture_arg = lambda argument: argument
 class Capture(breakable.BreakableCUDAGraphCapture):
     def _begin_segment(self): self._capturing = True
     def _end_segment(self): self._capturing = False
+if sys.argv[1:] == ["control"]:
+    breakable.eager_break_during_capture = lambda function: function
 
 from comb_serving.vllm import OP, block
 documents = []
@@ -44,12 +47,13 @@ print("seen")
 """
 
 
-@pytest.mark.parametrize(("breakable", "status"), [("1", 0), ("0", 1)], ids=["breakable", "control: not asked for"])
-def test_a_replay_sees_the_documents_of_its_step(breakable: str, status: int) -> None:
+@pytest.mark.parametrize("control", [False, True], ids=["breakable", "control: no break point"])
+def test_a_replay_sees_the_documents_of_its_step(control: bool) -> None:
     root = Path(__file__).parents[2]
     path = os.pathsep.join([str(root), str(root / "serving"), *filter(None, [os.environ.get("PYTHONPATH")])])
-    environment = {**os.environ, "PYTHONPATH": path, "VLLM_USE_BREAKABLE_CUDAGRAPH": breakable}
-    done = subprocess.run([sys.executable, "-c", PROGRAM], env=environment, capture_output=True, text=True, check=False)
-    assert done.returncode == status, done.stderr[-3000:]
-    assert ("seen" in done.stdout) == (status == 0)
-    assert ("no break point" in done.stderr) == (status == 1)
+    environment = {**os.environ, "PYTHONPATH": path, "VLLM_USE_BREAKABLE_CUDAGRAPH": "1"}
+    command = [sys.executable, "-c", PROGRAM, *(["control"] if control else [])]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+    assert done.returncode == control, done.stderr[-3000:]
+    assert ("seen" in done.stdout) != control
+    assert ("no break point" in done.stderr) == control

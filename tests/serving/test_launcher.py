@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import json
 import os
 import re
@@ -424,17 +425,39 @@ def test_it_ends_with_its_owner() -> None:
 def test_flags_that_cannot_be_served_are_refused() -> None:
     read = read_flags(["--tensor_parallel_size=4", "--host", "0.0.0.0", "--seed", "3"], {"VLLM_API_KEY": "x"})
     assert (read.ranks, read.host, len(read.key_hashes)) == (4, "0.0.0.0", 1)
+    assert read_flags(["--tensor-par", "2"], {}).ranks == 2  # vLLM takes beginnings of names
     assert len(read_flags(["--api-key", "a", "b"], {"VLLM_API_KEY": "x"}).key_hashes) == 2
     usual = ["--default_chat_template_kwargs", '{"enable_thinking": false}']
     assert read_flags(usual, {}).chat_template_kwargs == {"enable_thinking": False}
     for flags in (
         "--default-chat-template-kwargs.enable_thinking false", "--default-chat-template-kwargs=[]",
-        "--api-server-count 2", "-dp=2", "--data_parallel_size 3", "--chat-template x", "--model m",
+        "--default-chat.enable_thinking false", "--api-server-count 2", "-dp=2", "--data_parallel_size 3",
+        "--data-par 3", "--chat-template x", "--model m", "--reasoning-effort-map.low none", "--reasoning-e {}",
     ):  # fmt: skip
         with pytest.raises(ValueError, match=r"comb serve|a JSON object"):
             read_flags(flags.split(), {})
     with pytest.raises(ValueError, match="invalid int"):
         read_flags(["--port", "many"], {})
+
+
+@pytest.mark.vllm
+def test_no_option_of_vllms_is_taken_for_the_beginning_of_another(monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("vllm")
+    from vllm.engine.arg_utils import AsyncEngineArgs
+    from vllm.utils.argparse_utils import FlexibleArgumentParser
+
+    read, parse = list[str](), argparse.ArgumentParser.parse_known_args
+    monkeypatch.setattr(
+        argparse.ArgumentParser,
+        "parse_known_args",
+        lambda parser, *given: (read.extend(parser._option_string_actions), parse(parser, *given))[1],
+    )
+    read_flags([], {}, plain=True, engine=["kv_transfer_config", "enable_prefix_caching"])
+    monkeypatch.undo()
+    known = AsyncEngineArgs.add_cli_args(FlexibleArgumentParser())._option_string_actions
+    taken = {name for name in known if name not in read for ours in read if ours.startswith(name)}
+    assert "--tensor-parallel-size" in known
+    assert not taken
 
 
 @pytest.mark.parametrize(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import shutil
 from contextlib import nullcontext
+from importlib import import_module
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -188,7 +189,7 @@ async def test_no_field_of_a_part_makes_vllm_forget_the_prompt(path: str) -> Non
     from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionRequest
     from vllm.entrypoints.openai.responses.protocol import ResponsesRequest
     from vllm.entrypoints.openai.responses.utils import construct_input_messages
-    from vllm.renderers.chat_utils import _MEDIA_CONTENT_PART_KEYS, has_non_text_content
+    from vllm.renderers.chat_utils import has_non_text_content
 
     def forgets(body: dict[str, Any]) -> bool:
         body = copy.deepcopy({**body, "kv_transfer_params": {"prompt_token_ids": [1]}})
@@ -197,7 +198,8 @@ async def test_no_field_of_a_part_makes_vllm_forget_the_prompt(path: str) -> Non
         request = ResponsesRequest.model_validate(body)
         return has_non_text_content(construct_input_messages(request_input=request.input))
 
-    options, more = ServeOptions("nano", method="full"), dict.fromkeys(_MEDIA_CONTENT_PART_KEYS)
+    keys = import_module(has_non_text_content.__module__)._MEDIA_CONTENT_PART_KEYS
+    options, more = ServeOptions("nano", method="full"), dict.fromkeys(keys)
     preprocessor = Preprocessor(PromptBuilder(byte_tokenizer(MADE_UP["plain"])), None, MethodChoice(options))
     for extra in (more, {}):
         part = {"type": "text" if path == CHAT else "input_text", "text": "Hi", **extra}
@@ -213,6 +215,14 @@ async def test_no_field_of_a_part_makes_vllm_forget_the_prompt(path: str) -> Non
             assert forgets(body) == bool(extra)
             found = await preprocessor.preprocess(path, {**body, "documents": [DOCUMENT]}, "")
             assert not forgets(found.body)
+    turns = [{"role": "user", "content": "Hi"}]
+    for role in ("assistant", "user") if path == CHAT else ():
+        thought = {"role": role, "content": "Hi", "reasoning": {"type": "prompt_embeds", "prompt_embeds": ""}}
+        with pytest.raises(RequestError) as refused:
+            await preprocessor.preprocess(
+                path, {"model": "m", "messages": [*turns, thought], "documents": [DOCUMENT]}, ""
+            )
+        assert refused.value.status == 400
 
 
 @pytest.mark.parametrize("usual", [{"enable_thinking": False}, {}])
@@ -236,7 +246,7 @@ async def test_chats_that_vllm_renders_in_a_way_of_its_own_are_refused(
     tokenizer = byte_tokenizer(MADE_UP["plain"])
     tokenizer.save_pretrained(tmp_path)
     config = SimpleNamespace(
-        tokenizer=str(tmp_path), runner_type="generate", tokenizer_mode=mode, tokenizer_revision=None,
+        model="", tokenizer=str(tmp_path), runner_type="generate", tokenizer_mode=mode, tokenizer_revision=None,
         trust_remote_code=False, hf_config=SimpleNamespace(model_type=kind),
     )  # fmt: skip
     assert renders_alike(config, tokenizer) == same

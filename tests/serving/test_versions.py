@@ -15,13 +15,13 @@ from comb_serving.vllm.versions import TESTED, check_version
 
 
 def test_another_version_is_a_warning_that_names_the_tested_one(caplog: pytest.LogCaptureFixture) -> None:
-    for version in ("0.33.1", "0.3", "0.321.0", "1.0", "dev"):
+    for version in ("0.34.1", "0.3", "0.321.0", "1.0", "dev"):
         caplog.clear()
         check_version(version)
-        assert "tested with vLLM 0.32.x" in caplog.text
+        assert "tested with vLLM 0.32.x, 0.33.x" in caplog.text
         assert version in caplog.text
     caplog.clear()
-    for version in ("0.32.0", "0.32.1.post1", "0.32.0+cpu"):
+    for version in ("0.32.0", "0.33.1.post1", "0.32.0+cpu"):
         check_version(version)
     assert caplog.text == ""
 

@@ -255,6 +255,17 @@ def _by_vllm(
     return list(messages), tools, request.build_chat_params(None, "auto").chat_template_kwargs
 
 
+async def effort_without_thinking(messages: Any) -> str:
+    """The reasoning effort that disabled thinking is to vLLM's Messages API (`AnthropicServingMessages`)."""
+    resolver = getattr(messages, "disabled_thinking_effort_resolver", None)
+    if resolver is None:  # vLLM 0.32
+        return str(await messages._get_disabled_thinking_effort())
+    from vllm.entrypoints.anthropic.protocol import AnthropicCountTokensRequest
+
+    asked = {"model": "any", "messages": [], "thinking": {"type": "disabled"}}
+    return str(await resolver.resolve_for(AnthropicCountTokensRequest.model_validate(asked)))
+
+
 def _restored(message: Mapping[str, Any], references: list[dict[str, Any]], mark: str) -> dict[str, Any]:
     """The message with its documents back in place, and arguments of calls as objects, as templates want them."""
     message = dict(message)
@@ -359,7 +370,12 @@ def _known_fields(message: Mapping[str, Any]) -> dict[str, Any]:
     made = {"role": role, "content": content}
     if role == "assistant" and message.get("tool_calls"):
         made["tool_calls"] = message["tool_calls"]
-    if role == "assistant" and (thought := message.get("reasoning")) is not None:
+    thought = message.get("reasoning")
+    if not isinstance(
+        thought, str | None
+    ):  # embeddings, for which vLLM forgets the ids and renders the messages itself
+        raise RequestError(400, "reasoning that is no text can't be combined with documents", param="messages")
+    if role == "assistant" and thought is not None:
         made |= {"reasoning": thought, "reasoning_content": thought}  # its name in most templates
     if role == "tool" and "tool_call_id" in message:
         made["tool_call_id"] = message["tool_call_id"]

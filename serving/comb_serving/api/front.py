@@ -13,7 +13,7 @@ from comb.documents.document import PromptBuilder
 from comb.documents.found import MOST, SegmentFinder
 from comb.model.config import CombConfig
 from comb_serving.api.choice import MethodChoice
-from comb_serving.api.conversation import renders_alike
+from comb_serving.api.conversation import effort_without_thinking, renders_alike
 from comb_serving.api.preprocessor import Preprocessor, tokenizer_of
 from comb_serving.api.self_check import Audit, check_start
 from comb_serving.config.instance import configure
@@ -107,7 +107,7 @@ class ServerFront:
         if (config := getattr(engine, "model_config", None)) is not None:
             self.preprocessor.chats = renders_alike(config, self.preprocessor.builder.tokenizer)
         if messages is not None:
-            self.preprocessor.no_thinking = await messages._get_disabled_thinking_effort()
+            self.preprocessor.no_thinking = await effort_without_thinking(messages)
         while self.encoders is not None:
             try:
                 await self.encoders.identity()

@@ -45,6 +45,7 @@ REFUSED = {
     "chat-template-content-format": "the front finds it in the template",
     "cohere-format": "give it as --default-chat-template-kwargs '{\"cohere_format\": ...}'",
     "exclude-tools-when-tool-choice-none": "leave tools out of such requests",
+    "reasoning-effort-map": "let requests name the efforts that the template knows",
     "headless": "all processes must run on this machine",
 }
 # what linking in a plain model needs itself
@@ -92,11 +93,15 @@ def read_flags(
 
     `plain`: of a model in which vLLM links documents; `engine`: names of the arguments that this needs.
     """
-    normal = []  # vLLM takes names with _ too
+    normal, dotted = [], []  # vLLM takes names with _ too, beginnings of names, and --name.key for a part of an object
     for item in arguments:
         head, equals, value = item.partition("=")
-        normal.append(head.replace("_", "-") + equals + value if item.startswith("--") else item)
-    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False, exit_on_error=False)
+        name, dot, _ = head.replace("_", "-").partition(".")
+        normal.append(name + equals + value if item.startswith("--") else item)
+        dotted += [name] * bool(dot)
+    if any(item.startswith("--") and "--default-chat-template-kwargs".startswith(item) for item in dotted):
+        raise ValueError("comb serve takes --default-chat-template-kwargs as one JSON object")
+    parser = argparse.ArgumentParser(add_help=False, exit_on_error=False)
     for name in ("host", "uds", "ssl-certfile", "ssl-keyfile"):
         parser.add_argument(f"--{name}", default=None)
     parser.add_argument("--port", type=int, default=8000)
@@ -123,8 +128,6 @@ def read_flags(
     for name in _ONLY_ONE:
         if values[name] != 1:
             raise ValueError(f"comb serve has one manager of one pool: --{name} must be 1, not {values[name]}")
-    if any(item.startswith("--default-chat-template-kwargs.") for item in normal):
-        raise ValueError("comb serve takes --default-chat-template-kwargs as one JSON object")
     keys = [key for key in (found.api_key or [environment.get("VLLM_API_KEY", "")]) if key]
     return ServerFlags(
         host=found.host or "localhost",

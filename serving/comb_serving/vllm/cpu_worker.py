@@ -14,7 +14,9 @@ class SeededCPUWorker(CPUWorker):
 
     def sample_tokens(self, grammar_output: Any) -> Any:
         """As vLLM's. What it samples behind the first parts of a prompt it discards, and takes the generator back by an
-        offset, which a CPU's don't have: they aren't asked (seen in vLLM 0.32, `GPUModelRunner._bookkeeping_sync`)."""
+        offset, which a CPU's don't have: they aren't asked (0.32 and 0.33, `GPUModelRunner._bookkeeping_sync`)."""
+        if self.use_v2_model_runner:
+            return super().sample_tokens(grammar_output)
         batch, discarded = self.model_runner.input_batch, self.model_runner.discard_request_mask.np
         held = {row: each for row, each in batch.generators.items() if discarded[row]}
         for row in held:

@@ -84,6 +84,11 @@ class _PackedWeights:
             self._broken.append((module, name))
 
     def broken_in(self, model: nn.Module) -> list[str]:
-        """Names of those that held NaN or infinity."""
+        """Names of those that held NaN or infinity. Raises ValueError if some are gone that nobody has looked at."""
         paths = {module: path for path, module in model.named_modules()}
+        for module, path in paths.items():
+            for name, weight in module.named_parameters(recurse=False):
+                if not weight.numel() and not hasattr(module, f"comb_{name}_sums"):
+                    lost = f"{path}.{name} was packed by vLLM"
+                    raise ValueError(f"{lost} before it was looked at: documents can't be named by these weights")
         return [f"{paths[module]}.{name}" for module, name in self._broken]

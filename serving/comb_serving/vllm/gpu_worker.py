@@ -3,7 +3,7 @@
 CUDA graphs of whole steps are replayed without documents only, those of pieces with and without: they are captured
 without documents, so one of a whole step holds no cross block, it is the plain backbone's. A step with documents is one
 of pieces, between which cross blocks run, or of none. Both model runners decide by asking an object of theirs, whose
-`dispatch` is wrapped here; seen in vLLM 0.32: `GPUModelRunner.cudagraph_dispatcher` (V1) and
+`dispatch` is wrapped here; seen in vLLM 0.32 and 0.33: `GPUModelRunner.cudagraph_dispatcher` (V1) and
 `GPUModelRunner.cudagraph_manager` (V2).
 """
 

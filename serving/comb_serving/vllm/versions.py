@@ -1,6 +1,6 @@
 """Which vLLM this plug-in was tested with, and every reach into names of vLLM's own.
 
-Those that start with an underscore, seen in vLLM 0.32:
+Those that start with an underscore, seen in vLLM 0.32 and 0.33:
 
 - ``CompilationConfig._attention_ops``: the ops at which compiled graphs are cut unless a user names them; there is an
   option to replace the list (``splitting_ops``), none to add to it
@@ -8,8 +8,8 @@ Those that start with an underscore, seen in vLLM 0.32:
   (`linking.states`)
 - ``Scheduler._reserve_prefill_lookahead``: overridden in `linking.scheduler`; no other part of the scheduler asks where
   a chunk of a prompt ends
-- ``AnthropicServingMessages._detect_merge_inline_system`` and ``_get_disabled_thinking_effort``: how it renders
-  messages, which `comb_serving.api` has to do alike
+- ``AnthropicServingMessages._detect_merge_inline_system`` and, in 0.32, ``_get_disabled_thinking_effort``: how it
+  renders messages, which `comb_serving.api` has to do alike
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from types import ModuleType
 
 logger = logging.getLogger(__name__)
 
-TESTED = ("0.32",)
+TESTED = ("0.32", "0.33")
 
 
 def is_tested(version: str) -> bool:

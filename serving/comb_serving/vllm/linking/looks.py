@@ -1,7 +1,7 @@
 """What questions look at, heard from vLLM's attention layers in a step that computes them over linked documents.
 
 The sums of the library's `QueryLook`, which a rule like focus chooses by. All that is reached into here has no official
-way. Seen in vLLM 0.32:
+way. Seen in vLLM 0.32 and 0.33:
 
 - ``impl.forward(layer, query, ...)`` of an ``Attention``, called by the op ``unified_attention_with_output`` behind the
   write of the step's own keys, in every step that isn't replayed as one graph; query [tokens, heads, head size]

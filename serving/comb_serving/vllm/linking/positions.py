@@ -75,6 +75,8 @@ def _keys(model: nn.Module, layers: dict[str, Any], positions: Tensor, vllm_conf
         name: str, layer: Any, query: Tensor, first: Tensor, second: Tensor, output_shape: Any = None, **_: Any
     ) -> Tensor:
         """In place of an attention layer: keeps what goes into the cache, and adds nothing to any row."""
+        if first is None:
+            raise ValueError(f"{name} writes to its cache by itself")
         caught[name] = first, second
         if output_shape is None:
             output_shape = (len(query), layer.num_heads * getattr(layer, "head_size_v", layer.head_size))

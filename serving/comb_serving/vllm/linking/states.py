@@ -8,7 +8,7 @@ begins and ends, so vLLM's own cache holds the state at both; T is heard from th
 
 Kept in float32 as bytes behind the document's rows in the pool: a document that is given up on leaves nothing.
 
-All that is reached into here has no official way. Seen in vLLM 0.32:
+All that is reached into here has no official way. Seen in vLLM 0.32 and 0.33:
 
 - ``MambaMixer2.conv_ssm_forward(projected_states, output)``, called on the layer by the op ``mamba_mixer2``; its
   attributes ``A``, ``dt_bias`` and ``tped_dt_size``; ``Mamba2AttentionMetadata``'s three fields for rows of prefill
@@ -148,6 +148,9 @@ def state_layer(name: str, layer: Any) -> StateLayer:
     if kind == "MAMBA2" and hasattr(layer, "conv_ssm_forward"):
         return ScalarLayer(layer)
     if kind == "GDN_ATTN" and hasattr(layer, "chunk_gated_delta_rule"):
+        if (backend := getattr(layer, "gdn_prefill_backend", "triton")) not in ("triton", "flashinfer"):
+            reason = f"{name}'s scan is {backend}'s, which can't be asked for a part of a batch"
+            raise ValueError(f"{reason}: start with --gdn-prefill-backend triton")
         return DenseLayer(layer)
     raise ValueError(
         f"hypic links gated DeltaNet (Qwen3-Next) and Mamba-2 inside vLLM; {name} is a "
