@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import io
 import json
+import os
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
@@ -306,6 +307,6 @@ def test_a_full_disk_names_the_file_that_has_no_room(tmp_path: Path, monkeypatch
     def full(*_: Any, **__: Any) -> None:
         raise OSError(errno.ENOSPC, "No space left on device")
 
-    monkeypatch.setattr(Path, "write_text", full)
+    monkeypatch.setattr(os, "fsync", full)
     with pytest.raises(OSError, match=f"No space left on device: '{tmp_path / 'rows.json'}'"):
         write_json(tmp_path / "rows.json", {})

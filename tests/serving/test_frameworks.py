@@ -35,21 +35,21 @@ def test_a_framework_has_hits_and_the_answers_of_other_clients(server: Served, n
         passages = "\n".join(f"Passage {n}: {chunks[at]}" for n, at in enumerate(order, 1))
         return f"{header}\n{passages}\n\nWhere is Ada?"
 
-    def ask(*prompts: str) -> list[tuple[str, int]]:
+    def ask(*prompts: str) -> list[tuple[str, str, int]]:
         command = [frameworks.frameworks_python(), frameworks.__file__, server.url, "alice", name]
         found = subprocess.run(command, input=json.dumps(prompts), capture_output=True, text=True, check=False)
         assert found.returncode == 0, found.stderr
-        return [(text, cached) for text, cached in json.loads(found.stdout)]
+        return [(text, streamed, cached) for text, streamed, cached in json.loads(found.stdout)]
 
     before = server.metric("pool_documents")
     ask(prompt([0, 1, 2, 3], "It is eight."), prompt([2, 0, 3, 1], "It is nine."))
     wait_for(lambda: server.metric("pool_documents") >= before + 4)
     third = prompt([3, 1, 0, 2], "It is ten.")
-    ((text, cached),) = ask(third)
+    ((text, streamed, cached),) = ask(third)  # of the others, some stand between what is plain and what is linked
     assert cached >= 4 * (24 - 4)
     body = {"model": "nano", "temperature": 0, "max_tokens": 8,
             "messages": [{"role": "user", "content": third}]}  # fmt: skip
     answer = server.request("POST", CHAT, body)
-    assert text == text_of(answer)
+    assert text == streamed == text_of(answer)
     assert len(answer[1]["comb"]["documents"]) == 4
     server.wait_until_idle()
