@@ -371,9 +371,7 @@ def _known_fields(message: Mapping[str, Any]) -> dict[str, Any]:
     if role == "assistant" and message.get("tool_calls"):
         made["tool_calls"] = message["tool_calls"]
     thought = message.get("reasoning")
-    if not isinstance(
-        thought, str | None
-    ):  # embeddings, for which vLLM forgets the ids and renders the messages itself
+    if not isinstance(thought, str | None):  # embeddings: vLLM forgets the ids and renders the messages itself
         raise RequestError(400, "reasoning that is no text can't be combined with documents", param="messages")
     if role == "assistant" and thought is not None:
         made |= {"reasoning": thought, "reasoning_content": thought}  # its name in most templates

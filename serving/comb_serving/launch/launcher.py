@@ -93,14 +93,13 @@ def read_flags(
 
     `plain`: of a model in which vLLM links documents; `engine`: names of the arguments that this needs.
     """
-    normal, dotted = [], []  # vLLM takes names with _ too, beginnings of names, and --name.key for a part of an object
+    normal = []  # vLLM takes names with _ too, beginnings of names, and --name.key for a part of an object
     for item in arguments:
         head, equals, value = item.partition("=")
         name, dot, _ = head.replace("_", "-").partition(".")
+        if dot and name.startswith("--") and "--default-chat-template-kwargs".startswith(name):
+            raise ValueError("comb serve takes --default-chat-template-kwargs as one JSON object")
         normal.append(name + equals + value if item.startswith("--") else item)
-        dotted += [name] * bool(dot)
-    if any(item.startswith("--") and "--default-chat-template-kwargs".startswith(item) for item in dotted):
-        raise ValueError("comb serve takes --default-chat-template-kwargs as one JSON object")
     parser = argparse.ArgumentParser(add_help=False, exit_on_error=False)
     for name in ("host", "uds", "ssl-certfile", "ssl-keyfile"):
         parser.add_argument(f"--{name}", default=None)
