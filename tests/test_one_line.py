@@ -431,8 +431,6 @@ def test_files_that_a_command_opens(place: Path, capsys: pytest.CaptureFixture[s
         ("latin.yaml is not UTF-8 text", "train", "latin.yaml"),
         ("there is no configuration file 'model'", "train", "model"),
         ("there is no file or folder 'gone.jsonl'", "train", config(place), "data.path=gone.jsonl"),
-        ("model_type is 'llama': link documents in a plain model with `comb serve", "serve", "model"),
-        ("'nano' is no COMB adapter", "serve", "nano"),
         ("'out.json': it holds no config.json", "serve", "out.json"),
         ("'out/nowhere': there is no such folder, and as a Hub id: We couldn't connect", "serve", "out/nowhere"),
         ("'modl': there is no such folder", "serve", "modl", "--method", "naive"),

@@ -42,7 +42,7 @@ OURS = ("backbone", "pool_bytes", "pool_block", "lora_documents")
 
 
 class LLM(vllm.LLM):
-    """``LLM("smollm2-135m", method="primed").chat(messages, documents=[...])``: one at a time in a process.
+    """``LLM("smollm2-135m").chat(messages, documents=[...])``: one at a time in a process.
 
     Args:
         model: folder, Hub id or registered name. method: that links documents; an adapter of link tokens has its own.

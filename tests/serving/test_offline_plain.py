@@ -204,7 +204,6 @@ def test_what_has_no_place_is_computed_whole(llm: LLM, library: PlainLibrary) ->
 
 def test_options_that_do_not_fit(tmp_path: Path, nano_adapter: Path) -> None:
     for checkpoint, options, message in (
-        (CHECKPOINT, {}, "link documents in a plain model"),
         (nano_adapter, {}, "LLM links documents in plain models"),
         (nano_adapter, {"method": "naive"}, "is a COMB adapter"),
         (CHECKPOINT, {"method": "cacheblend"}, "vLLM links documents with"),

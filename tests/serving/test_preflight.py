@@ -154,7 +154,9 @@ def test_plain_models_say_how_they_link(shell: Shell) -> None:
     assert shell.started == []
     for method in ("naive", "legolink", "full"):
         assert shell.serve("nano", "--method", method) == 0
-    assert shell.started == ["nano"] * 3
+    assert shell.serve("nano") == 0
+    assert check_start(ServeOptions("nano")) == check_start(ServeOptions("nano", method="primed"))
+    assert shell.started == ["nano"] * 4
 
 
 @pytest.mark.parametrize(("positions", "tokens"), [(512, 256), (1024, 512), (4096, 519)])

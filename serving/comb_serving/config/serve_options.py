@@ -70,11 +70,11 @@ class ServeOptions:
     """Options of the front, from `comb serve` to encoder processes, middleware and vLLM's workers."""
 
     checkpoint: str = field(
-        metadata={"option": typer.Argument(help="adapter, or any plain model with --method: folder, name, Hub id")}
+        metadata={"option": typer.Argument(help="adapter, or any plain model: folder, name, Hub id")}
     )
     method: str | None = option(
-        None, "how a plain model links documents: primed, legolink:k, focus:r, naive,front=ADAPTER, full; of hybrids "
-        "hypic:w,front=prose; none for an adapter",
+        None, "how a plain model links documents: primed (the default), legolink:k, focus:r, naive,front=ADAPTER, "
+        "full; of hybrids hypic:w,front=prose; none for an adapter",
     )  # fmt: skip
     audit: float = option(
         0.0, "share of a plain model's requests with documents that are also answered in full, to compare: 0.01"

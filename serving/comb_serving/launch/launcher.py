@@ -33,7 +33,7 @@ from comb_serving.launch.server_process import StartLog, end_with_parent
 logger = logging.getLogger(__name__)
 
 MIDDLEWARE = "comb_serving.api.middleware.CombMiddleware"
-SERVER = (sys.executable, "-m", "vllm.entrypoints.openai.api_server")
+SERVER = (sys.executable, "-m", "vllm.entrypoints.launchers.api_server.entry")
 PLUGIN = "comb"  # its name among vLLM's plug-ins, for who lists the allowed ones
 END_SECONDS, LEFTOVER_SECONDS = 4.0, 3.0  # the first from when no request is open any more
 
