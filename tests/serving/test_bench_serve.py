@@ -329,6 +329,7 @@ def test_a_plain_model_is_served_with_its_method(tmp_path: Path) -> None:
     models = models_of(replace(OPTIONS, checkpoint="nano", method="naive"), tmp_path)
     assert models.backbone == models.adapter
     assert models.name == "nano, naive"
+    assert models_of(replace(OPTIONS, checkpoint="nano"), tmp_path).name == "nano, primed"
     assert not list(tmp_path.iterdir())
     with pytest.raises(ValueError, match="--method is for a plain model"):
         models_of(replace(OPTIONS, method="naive"), tmp_path)

@@ -79,8 +79,8 @@ def test_answers_are_compared_by_text_and_first_token() -> None:
 
 
 def test_a_trace_needs_a_model_that_finds_segments() -> None:
-    with pytest.raises(ValueError, match="--checkpoint and --method"):
-        ServeBenchOptions(trace="rag", checkpoint="nano")
+    with pytest.raises(ValueError, match="segments are found: give --checkpoint"):
+        ServeBenchOptions(trace="rag")
     with pytest.raises(ValueError, match="--trace is one of agent, chat, rag, not 'data'"):
         ServeBenchOptions(trace="data", checkpoint="nano", method="naive")
 

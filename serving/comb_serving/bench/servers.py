@@ -13,13 +13,14 @@ import torch
 from transformers import AutoTokenizer
 
 from comb import CombForCausalLM
+from comb.backbones.adapter import AdapterConfig
 from comb.backbones.loading import backbone_beside, load_config, resolve_name
 from comb.evaluation.random_prompts import random_model
-from comb.model.config import CombConfig
 from comb_serving.bench.workload import COMB, MODEL, PLAIN, ServeBenchOptions
 from comb_serving.config.serve_options import parse_bytes
 from comb_serving.encoding.protocol import MADE
 from comb_serving.launch.launcher import SERVER
+from comb_serving.launch.preflight import PLAIN_METHOD
 from comb_serving.launch.server_process import COMMAND, ServerProcess
 
 START_S, END_S = 900.0, 30.0  # for a server to start and to end by itself
@@ -45,10 +46,11 @@ def models_of(options: ServeBenchOptions, folder: Path) -> Models:
     """
     if options.checkpoint is not None:
         place = resolve_name(options.checkpoint)
-        if options.method is not None:
-            return Models(place, place, f"{options.checkpoint}, {options.method}")
-        backbone = options.backbone or backbone_beside(load_config(place, CombConfig).backbone_name_or_path, place)
-        return Models(resolve_name(backbone), place, options.checkpoint)
+        config, named = load_config(place), "" if options.method is None else f", {options.method}"
+        if not isinstance(config, AdapterConfig):
+            return Models(place, place, options.checkpoint + (named or f", {PLAIN_METHOD}"))
+        backbone = options.backbone or backbone_beside(config.backbone_name_or_path, place)
+        return Models(resolve_name(backbone), place, options.checkpoint + named)
     if options.method is not None:
         raise ValueError("--method is for a plain model: name it with --checkpoint")
     if not 1 <= options.encoder_layers <= options.layers:

@@ -44,9 +44,9 @@ class ServeBenchOptions(OutOptions):
     dtype: Annotated[str, typer.Option(help="of the model, or of the random one")] = "bfloat16"
     seed: Seed = 0
     checkpoint: Annotated[
-        str | None, typer.Option(help="adapter, or a plain model with --method; by default one with random weights")
+        str | None, typer.Option(help="adapter, or a plain model; by default one with random weights")
     ] = None
-    method: Annotated[str | None, typer.Option(help="that links documents of a plain model: legolink:16")] = None
+    method: Annotated[str | None, typer.Option(help="that links a plain model's documents; by default primed")] = None
     backbone: Annotated[str | None, typer.Option(help="of the adapter, for plain vLLM; by default as it says")] = None
     requests: Annotated[int, typer.Option(min=1, help="per closed loop")] = 40
     cold: Annotated[int, typer.Option(min=1, help="requests over documents never seen before")] = 16
@@ -70,8 +70,8 @@ class ServeBenchOptions(OutOptions):
         if not 1 <= self.documents <= self.pool:
             raise ValueError(f"a request takes 1 to {self.pool} documents, the pool, not {self.documents}")
         least, most = self.lengths
-        if self.trace is not None and (self.checkpoint is None or self.method is None):
-            raise ValueError("--trace is for a plain model whose segments are found: give --checkpoint and --method")
+        if self.trace is not None and self.checkpoint is None:
+            raise ValueError("--trace is for a plain model whose segments are found: give --checkpoint")
         if self.trace not in (None, *TRACES):
             raise ValueError(f"--trace is one of {', '.join(TRACES)}, not {self.trace!r}")
         if not 1 <= least <= most:

@@ -23,7 +23,7 @@ from comb_serving.config.serve_options import ServeOptions
 from comb_serving.linking.methods import ADAPTER, FULL, TRAINED, LinkMethod
 
 _OTHER_TOKENIZERS = ("--tokenizer", "--skip-tokenizer", "--trust-remote-code", "--config-format", "--load-format")
-PLAIN = "primed"  # what documents of a plain model are linked by, as in the library
+PLAIN_METHOD = "primed"  # what documents of a plain model are linked by, as in the library
 _OF_ENCODERS = ("encoder", "encoder_device", "pool_dtype", "pool_memory")
 
 
@@ -141,7 +141,7 @@ def _of_kind(options: ServeOptions, config: dict[str, Any]) -> ServeOptions:
         )
     adapter = kind == CombConfig.model_type
     if not adapter and method is None:
-        return _of_kind(replace(options, method=PLAIN), config)
+        return _of_kind(replace(options, method=PLAIN_METHOD), config)
     if adapter and method is not None:
         raise ValueError(
             f"{checkpoint!r} is a COMB adapter, whose encoder is its method: leave --method away, or serve the plain "
