@@ -91,8 +91,8 @@ def cached_layers(vllm_config: Any, *, states: bool = False) -> dict[str, Any]:
                 continue
             if is_linear(layer):
                 raise ValueError(
-                    f"naive and legolink link attention layers, and {name} is a {type(layer).__name__}, which keeps "
-                    "a state: use --method hypic:8"
+                    f"this method links attention layers, and {name} is a {type(layer).__name__}, which keeps a state: "
+                    "use --method hypic:8,front=prose"
                 )
             if hasattr(layer, "get_kv_cache_spec") and layer.get_kv_cache_spec(vllm_config) is not None:
                 raise ValueError(f"documents are linked in attention layers; {name} is a {type(layer).__name__}")
