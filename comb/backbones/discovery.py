@@ -1,17 +1,20 @@
 """Finds the parts of any Hugging Face causal language model: layers, attention geometry, embeddings, rotary set-up.
 
-It reads the module tree and the configuration, and asks the model itself (one forward on two tokens, stopped at the
-first layer) where neither says enough. No model class is named here.
+It reads the module tree and the configuration, and asks the model itself (a forward stopped at the first layer) where
+neither says enough. No model class is named here.
 """
 
 from __future__ import annotations
 
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
+
+from comb.backbones.forward import takes_positions
 
 ATTENTION_NAMES = ("self_attn", "attention", "attn", "self_attention")
 LINEAR_NAMES = ("linear_attn", "mamba", "mixer", "conv", "short_conv", "ssm")
@@ -82,11 +85,11 @@ def inspect_backbone(model: PreTrainedModel) -> BackboneInfo:
     """Finds layers, geometry, rotary parameters and embedding scale of a causal language model.
 
     Raises:
-        UnsupportedBackboneError: for encoder-decoder models, models without one stack of decoder layers, and
-            models whose layers don't pass on one hidden state ``[batch, tokens, hidden]``.
+        UnsupportedBackboneError: for models that aren't causal or have an encoder, models without one stack of decoder
+            layers, and models whose layers don't pass on one hidden state ``[batch, tokens, hidden]``.
     """
     config = text_config(model)
-    if config.is_encoder_decoder or not hasattr(model, "generate"):
+    if config.is_encoder_decoder or model.config.is_encoder_decoder or not hasattr(model, "generate"):
         raise UnsupportedBackboneError(
             f"{type(model).__name__} is not a decoder-only causal language model; load one with AutoModelForCausalLM"
         )
@@ -95,7 +98,7 @@ def inspect_backbone(model: PreTrainedModel) -> BackboneInfo:
     embeddings = model.get_input_embeddings()
     if embeddings is None or getattr(embeddings, "weight", None) is None:
         raise UnsupportedBackboneError(f"{type(model).__name__} has no input embedding table to share with the encoder")
-    scale, notes = _probe_embedding_scale(model, layers[0])
+    scale, notes = _probe_first_layer(model, layers[0])
     heads, kv_heads, head_dim, latent = _attention_geometry(config, layers)
     if latent:
         notes.append("latent attention (MLA): the encoder gets ordinary K/V heads no wider than the latent")
@@ -140,27 +143,30 @@ class _FirstLayerReached(Exception):  # noqa: N818  a signal, not an error
     pass
 
 
-def _probe_embedding_scale(model: PreTrainedModel, first_layer: nn.Module) -> tuple[float, list[str]]:
+def _probe_first_layer(model: PreTrainedModel, first_layer: nn.Module) -> tuple[float, list[str]]:
     """Compares the embedding module's output with what the first layer is given: Gemma and Granite scale in between (in
-    the forward, or inside the embedding module), GPT-2 adds positions."""
+    the forward, or inside the embedding module), GPT-2 adds positions. Two prompts show whether the layer is causal."""
     if any(parameter.is_meta for parameter in model.parameters()):
         return 1.0, ["weights on the meta device: the embedding scale was not probed"]
     embeddings = model.get_input_embeddings()
-    tokens = torch.tensor([[1, 2]], device=embeddings.weight.device)
+    tokens = torch.tensor([[1, 2, 3], [1, 2, 4]], device=embeddings.weight.device)
+    numbered = torch.arange(3, device=tokens.device)[None]
+    expected = (*tokens.shape, text_config(model).hidden_size)
     seen: list[Tensor] = []
+    made: list[Any] = []
 
-    def stop(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        seen.append(layer_input(args, kwargs))
+    def stop(layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        seen.append(layer_input(args, kwargs).clone())
+        made.extend([layer.forward(*args, **kwargs)] if seen[-1].shape == expected else [])
         raise _FirstLayerReached
 
     was_training = model.training
     model.eval()
     handle = first_layer.register_forward_pre_hook(stop, with_kwargs=True)
     try:
-        with torch.no_grad():
-            model(input_ids=tokens, use_cache=False)
-    except _FirstLayerReached:
-        pass
+        for positions in [{}, {"position_ids": numbered}] if takes_positions(model) else [{}]:
+            with torch.no_grad(), suppress(_FirstLayerReached):
+                model(input_ids=tokens, use_cache=False, **positions)
     finally:
         handle.remove()
         model.train(was_training)
@@ -169,7 +175,6 @@ def _probe_embedding_scale(model: PreTrainedModel, first_layer: nn.Module) -> tu
     with torch.no_grad():
         table = embeddings(tokens).float()
     given = seen[0].float().to(table.device)
-    expected = (1, 2, text_config(model).hidden_size)
     if tuple(table.shape) != expected and tuple(given.shape) == expected:
         raise UnsupportedBackboneError(
             f"the embedding table of {type(model).__name__} is {table.shape[-1]} wide, its layers {expected[-1]}: "
@@ -179,6 +184,16 @@ def _probe_embedding_scale(model: PreTrainedModel, first_layer: nn.Module) -> tu
         raise UnsupportedBackboneError(
             f"the layers of {type(model).__name__} work on a hidden state of shape {tuple(given.shape)}, "
             f"not [batch, tokens, hidden] = {expected}"
+        )
+    if not torch.equal(seen[0], seen[-1]):  # RoBERTa's begin behind its padding's
+        raise UnsupportedBackboneError(
+            f"{type(model).__name__} numbers a prompt's positions otherwise than transformers' `generate` does"
+        )
+    first, second = (made[0][0] if isinstance(made[0], tuple) else made[0]).float()
+    if (first - second)[:2].norm() > 5e-3 * (first - second).norm():  # 16-bit rounding stays below 0.003
+        raise UnsupportedBackboneError(
+            f"{type(model).__name__} isn't causal, its tokens read those behind them: load a decoder (a model that can "
+            "be both, as BERT, is one with is_decoder=True in its configuration)"
         )
     scale = float((given * table).sum() / (table * table).sum().clamp_min(1e-30))
     residual = (given - scale * table).norm() / given.norm().clamp_min(1e-30)

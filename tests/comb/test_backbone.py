@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from contextlib import nullcontext
 
 import pytest
 import torch
@@ -68,8 +69,26 @@ def test_what_an_encoder_takes_of_positions() -> None:
 
 def test_an_encoder_decoder_is_refused_with_the_reason() -> None:
     t5 = tf.T5ForConditionalGeneration(tf.T5Config(vocab_size=64, d_model=16, num_layers=2, num_heads=2, d_ff=16))
-    with pytest.raises(UnsupportedBackboneError, match="not a decoder-only"):
-        inspect_backbone(t5)
+    bert = tf.BertConfig(vocab_size=64, hidden_size=16, num_hidden_layers=2, num_attention_heads=2)
+    both = tf.EncoderDecoderConfig.from_encoder_decoder_configs(bert, bert)
+    for model in (t5, tf.EncoderDecoderModel(both)):
+        with pytest.raises(UnsupportedBackboneError, match="not a decoder-only"):
+            inspect_backbone(model)
+
+
+@pytest.mark.parametrize(("kind", "decoder", "why"), [
+    ("Bert", False, "isn't causal"), ("Bert", True, ""), ("Electra", False, "isn't causal"),
+    ("Roberta", True, "numbers a prompt's positions otherwise"),
+])  # fmt: skip
+def test_an_encoder_is_refused_and_a_decoder_of_its_kind_taken(kind: str, decoder: bool, why: str) -> None:
+    config = getattr(tf, f"{kind}Config")(
+        vocab_size=64, hidden_size=16, embedding_size=16, num_hidden_layers=2, num_attention_heads=2,
+        intermediate_size=32, is_decoder=decoder, initializer_range=0.2,
+    )  # fmt: skip
+    for dtype in (torch.float32, torch.bfloat16):
+        model = tf.AutoModelForCausalLM.from_config(config).to(dtype)
+        with pytest.raises(UnsupportedBackboneError, match=why) if why else nullcontext():
+            inspect_backbone(model)
 
 
 def test_a_model_without_a_stack_of_layers_is_refused_with_the_lists_it_has() -> None:
@@ -94,7 +113,7 @@ def test_a_hidden_state_of_another_shape_is_refused() -> None:
     model.model.layers[0] = Streams(model.model.layers[0])
     embed = model.model.embed_tokens.forward
     model.model.embed_tokens.forward = lambda ids: embed(ids)[None].expand(2, -1, -1, -1)
-    with pytest.raises(UnsupportedBackboneError, match=r"hidden state of shape \(2, 1, 2, 32\)"):
+    with pytest.raises(UnsupportedBackboneError, match=r"hidden state of shape \(2, 2, 3, 32\)"):
         inspect_backbone(model)
 
 
