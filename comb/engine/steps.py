@@ -165,6 +165,7 @@ class AnswerSteps:
             [segment.token_ids for segment in segments],
             {name: [segment.token_ids for segment in parts] for name, parts in inside.items()},
         )
+        self.method.check_ids(prompt.flat)
         if not (encoder and self.method.uses_encoder):  # else documents are no tokens of the prompt
             own = len(prompt.prefix) + sum(map(len, prompt.gaps)) + len(prompt.query)
             self.method.check_prompt(sum(len(segment.token_ids) for segment in every), own)

@@ -224,13 +224,21 @@ class Method(ABC):
                 + ("" if self.uses_encoder else ", or an adapter with cross blocks, which keeps them out of it")
             )
 
+    def check_ids(self, token_ids: Sequence[int]) -> None:
+        """Raises ValueError for ids that the model has no embedding for."""
+        vocabulary = self.backbone.get_input_embeddings().weight.shape[0]
+        least, most = min(token_ids, default=0), max(token_ids, default=0)
+        if least < 0 or most >= vocabulary:
+            raise ValueError(
+                f"token id {min(least, 0) or most} is outside of the model's 0..{vocabulary - 1}: leave the token out, "
+                "the model has no embedding for it"
+            )
+
     def check_segments(self, segments: Sequence[Sequence[int]]) -> None:
         """Raises ValueError for a segment that can't be compiled: empty, too long, or ids outside the vocabulary."""
         limit = self.max_segment_tokens
-        vocabulary = self.backbone.get_input_embeddings().weight.shape[0]
         for segment in segments:
-            if any(not 0 <= token < vocabulary for token in segment):
-                raise ValueError(f"a segment holds token ids outside of the model's 0..{vocabulary - 1}")
+            self.check_ids(segment)
             if not segment:
                 raise ValueError("an empty segment can't be compiled: leave empty documents out")
             if limit is not None and len(segment) > limit:

@@ -437,6 +437,16 @@ def test_bad_documents(engine: PICEngine) -> None:
             engine.ask_batch([no_request])
 
 
+def test_a_token_without_an_embedding_is_refused_wherever_it_stands(backbone: LlamaForCausalLM) -> None:
+    tokenizer = make_tokenizer()
+    engine = PICEngine(backbone, tokenizer, method="naive")
+    tokenizer.add_tokens(["<new>"])
+    for question, document in (("What is <new>?", LAKE), (QUESTION, "A lake is <new>.")):
+        for encoder in (True, False):
+            with pytest.raises(ValueError, match=r"token id 259 is outside of the model's 0\.\.258"):
+                engine.ask(question, [document], encoder=encoder)
+
+
 def test_over_long_documents_and_prompts(tokenizer: Any) -> None:
     engine = PICEngine(make_comb(max_document_tokens=30), tokenizer)
     for call in (engine.ask, engine.stream):
