@@ -28,6 +28,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
+from typing import NoReturn
 
 import torch
 
@@ -270,6 +271,9 @@ class PICacheStore:
             if not self._admit([entry], "disk", evicted):
                 self._index.freed(entry)
         self._move_down(evicted)
+
+    def __reduce__(self) -> NoReturn:
+        raise TypeError("a PICacheStore, and a PICEngine with it, can't be copied or pickled: make one in each process")
 
     def acquire(self, keys: Sequence[str], *, ttl_s: float | None = None) -> AcquiredPICaches:
         """Holds the PICaches of `keys` that are here, on the device; the caller compiles those that are `missing`.

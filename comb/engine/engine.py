@@ -97,8 +97,8 @@ class PICEngine(AnswerSteps):
     ) -> None:
         if not isinstance(model, nn.Module):
             raise ValueError(f"model is a loaded one: PICEngine.from_pretrained({model!r}, ...) loads it by its name")
+        self.store = default_store(model) if store is None else store  # in front, as it says why nothing is pickled
         super().__init__()
-        self.store = default_store(model) if store is None else store
         self.method = make_method(method, model, tokenizer, parameters)
         self.prompt_builder = PromptBuilder(tokenizer) if prompt_builder is None else prompt_builder
         self.splitter = splitting.create(splitter)

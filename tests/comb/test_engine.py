@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import copy
 import json
+import pickle
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -445,6 +447,13 @@ def test_a_token_without_an_embedding_is_refused_wherever_it_stands(backbone: Ll
         for encoder in (True, False):
             with pytest.raises(ValueError, match=r"token id 259 is outside of the model's 0\.\.258"):
                 engine.ask(question, [document], encoder=encoder)
+
+
+@pytest.mark.parametrize("copied", [copy.deepcopy, pickle.dumps])
+def test_an_engine_says_that_it_can_t_be_copied(engine: PICEngine, copied: Any) -> None:
+    for whole in (engine, engine.store):
+        with pytest.raises(TypeError, match="PICEngine with it, can't be copied or pickled"):
+            copied(whole)
 
 
 def test_over_long_documents_and_prompts(tokenizer: Any) -> None:
