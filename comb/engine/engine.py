@@ -97,13 +97,13 @@ class PICEngine(AnswerSteps):
     ) -> None:
         if not isinstance(model, nn.Module):
             raise ValueError(f"model is a loaded one: PICEngine.from_pretrained({model!r}, ...) loads it by its name")
+        check_tokenizer(model, tokenizer)
         self.store = default_store(model) if store is None else store  # in front, as it says why nothing is pickled
         super().__init__()
         self.method = make_method(method, model, tokenizer, parameters)
         self.prompt_builder = PromptBuilder(tokenizer) if prompt_builder is None else prompt_builder
         self.splitter = splitting.create(splitter)
         self.mac = MacConfig.parse(mac) if isinstance(mac, str) else mac
-        check_tokenizer(model, tokenizer)
         self.model, self.tokenizer, self.salt, self.encoder_enabled = model, tokenizer, salt, encoder_enabled
         self.catalog = DocumentCatalog(self.store)
         self._plain = methods.create("full", model)

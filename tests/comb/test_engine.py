@@ -535,6 +535,7 @@ def test_a_plain_model_has_no_encoder(backbone: LlamaForCausalLM, tokenizer: Any
         (backbone, tokenizer, {"method": "legolink", "fronts": True}, "no parameter fronts; it takes: k, front"),
         ("nano", tokenizer, {"method": "full"}, r"from_pretrained\('nano'"),
         (backbone, None, {"method": "full"}, r"tokenizer.*NoneType"),
+        (backbone, "nano", {"method": "primed"}, r"tokenizer.*not str"),
         (make_backbone(), tokenizer, {"method": methods.create("full", backbone)}, "is for another model"),
         (backbone, tokenizer, {"method": methods.get("full")}, "a name, or a Method instance"),
     ):
