@@ -194,7 +194,8 @@ def _complete_kernel(
     found, position = tl.load(found_ptr + here), tl.load(position_ptr + b)
     hit = found >= 0
     reused = (b * WINDOW + tl.load(slot_ptr + here)) * heads + h
-    o = tl.load(ring_o_ptr + reused * VALUE_WIDTH + value_channel, mask=own_value & hit, other=0.0).to(tl.float32)
+    own_hit = value_channel < tl.where(hit, VALUE_WIDTH, 0)  # no `&`: triton 3.9's interpreter takes it for numbers
+    o = tl.load(ring_o_ptr + reused * VALUE_WIDTH + value_channel, mask=own_hit, other=0.0).to(tl.float32)
     lse = tl.load(ring_lse_ptr + reused, mask=hit, other=float("-inf"))
     chain = tl.load(ring_chain_ptr + reused, mask=hit, other=-1) + 1
     drift = tl.load(ring_drift_ptr + reused, mask=hit, other=0.0)
