@@ -10,9 +10,19 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from comb_serving.api.response import cached_and_made
 from comb_serving.linking.layout import LinkingLayout, check_spans, plan
 from comb_serving.linking.methods import LinkMethod
-from comb_serving.pool.capability import COMPILE, Capability, LinkReport, ReportReceiver, ReportSender, digest
+from comb_serving.manager.leases import Lease, LeasedDocument
+from comb_serving.pool.capability import (
+    COMPILE,
+    Capability,
+    LinkReport,
+    PoolHandle,
+    ReportReceiver,
+    ReportSender,
+    digest,
+)
 from tests.helpers.processes import wait_for
 
 SECRET = b"secret"
@@ -163,6 +173,19 @@ def test_reports_arrive_once_and_all_of_a_burst(tmp_path: Path) -> None:
         sent.result()
     receiver.close()
     sender.send("late", LinkReport(1, 2, 3))
+
+
+def test_seams_of_what_was_compiled_were_not_cached_and_take_nothing_from_what_was() -> None:
+    method, spans = LinkMethod.parse("legolink:4"), [(3, 20), (23, 9), (40, 20)]
+    left = LinkingLayout(10, 16, 2048, "print", "float32", 255, 128).plan(method, 70, spans).behind(10)
+    tiers = ("pool", "compiled", "disk")
+    documents = [LeasedDocument("k", PoolHandle(n, (0,)), tier) for (_, n), tier in zip(spans, tiers, strict=True)]
+    each = left.loaded_of(3)
+    assert each == (13, 5, 16)
+    assert sum(each) == left.loaded_tokens
+    lease = Lease(tuple(documents), [])
+    assert cached_and_made(LinkReport(10, 34, 26, each), lease) == (10 + 13 + 16, 5)
+    assert LinkReport(10, 34, 26, each).said == {"prefix_tokens": 10, "linked_tokens": 34, "computed_tokens": 26}
 
 
 def test_the_layout_goes_through_its_file(tmp_path: Path) -> None:

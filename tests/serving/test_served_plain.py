@@ -182,7 +182,8 @@ def test_documents_written_into_messages_are_linked_and_counted(plain: Served, l
     assert [answer["comb"]["documents"][0]["state"] for answer in answers] == ["compiled", "hit"]
     linked = answers[0]["comb"]["linked_tokens"]
     assert linked == len(segments["ira"][0]) - 4
-    assert answers[0]["usage"]["cache_creation_input_tokens"] == linked + answers[0]["comb"]["prefix_tokens"]
+    assert answers[0]["usage"]["cache_creation_input_tokens"] >= linked
+    assert answers[0]["usage"]["cache_read_input_tokens"] == answers[0]["comb"]["prefix_tokens"]
     computed = [answer["comb"]["computed_tokens"] for answer in answers]
     assert [answer["usage"]["input_tokens"] for answer in answers] == computed
     assert answers[1]["usage"]["cache_creation_input_tokens"] == 0
@@ -191,6 +192,16 @@ def test_documents_written_into_messages_are_linked_and_counted(plain: Served, l
         counted = [answer["usage"][name] for name in answer["usage"] if name.endswith("input_tokens")]
         assert sum(counted) == len(prompt.flat)
         assert answer["content"] == answers[0]["content"]
+    plain.wait_until_idle()
+
+
+@pytest.mark.parametrize("more", [{}, {"n": 2, "temperature": 1.0}])
+def test_what_was_cached_is_counted_beside_what_is_new(plain: Served, more: dict[str, Any]) -> None:
+    assert chat(plain, MORE[:2])[0] == 200
+    _, answer = chat(plain, [f"News of {random.random()}: nobody slept.", MORE[0], MORE[0], MORE[1]], METHOD, **more)
+    tokens = [document["tokens"] for document in answer["comb"]["documents"]]
+    assert answer["usage"]["prompt_tokens_details"]["cached_tokens"] == sum(tokens[1:]) - 3 * 4
+    assert answer["comb"]["linked_tokens"] == sum(tokens) - 4 * 4
     plain.wait_until_idle()
 
 

@@ -134,7 +134,7 @@ def test_a_context_stands_in_front_of_its_text() -> None:
 def test_usage_tells_what_was_cached_from_what_is_from_now_on(
     counted: bool, given: dict[str, int], expected: tuple[int, int, int]
 ) -> None:
-    writer = ResponseWriter(AsyncMock(), lambda: {"prefix_tokens": 2, "linked_tokens": 10}, 10, 7, counted=counted)
+    writer = ResponseWriter(AsyncMock(), dict, 10, 7, counted=(lambda: (9, 3)) if counted else None)
     usage = {**given, "output_tokens": 1}
     writer._amend(usage, 1)
     names = ("input_tokens", "cache_read_input_tokens", "cache_creation_input_tokens")

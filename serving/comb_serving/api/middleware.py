@@ -35,7 +35,7 @@ from comb_serving.api.http import (
     with_body,
 )
 from comb_serving.api.preprocessor import salted, with_capability
-from comb_serving.api.response import LEFT, RequestLogEntry, ResponseWriter, error_events, report
+from comb_serving.api.response import LEFT, RequestLogEntry, ResponseWriter, cached_and_made, error_events, report
 from comb_serving.config.instance import READY, read_secret
 from comb_serving.config.serve_options import ServeOptions, instance_dir
 from comb_serving.encoding.protocol import EncoderError
@@ -282,6 +282,10 @@ class CombMiddleware:
             note_link()
             return report(prepared, lease, entry.link)
 
+        def counted() -> tuple[int, int] | None:
+            note_link()
+            return None if entry.link is None or lease is None else cached_and_made(entry.link, lease)
+
         try:
             if prepared.unlinked is not None:
                 # nothing is linked before the server has looked at itself
@@ -312,8 +316,9 @@ class CombMiddleware:
                 documents = () if lease is None else lease.documents
                 tokens = sum(each.handle.tokens for each in documents)
                 cached = sum(each.handle.tokens for each in documents if each.state == "hit")
-                prompts, counted = max(1, len(prepared.prompts)), bool(prepared.spans)
-                answer = writer = ResponseWriter(send, comb, tokens, cached, prompts=prompts, counted=counted)
+                in_prompt = counted if prepared.spans else None
+                prompts = max(1, len(prepared.prompts))
+                answer = writer = ResponseWriter(send, comb, tokens, cached, prompts=prompts, counted=in_prompt)
                 connection.answered = lambda: answer.finished
             connection.body = json.dumps(body).encode()
             await self.app(with_body(scope, connection.body, request_id=entry.id), connection, writer or send)

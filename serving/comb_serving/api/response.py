@@ -8,7 +8,7 @@ import time
 import uuid
 from collections import Counter
 from collections.abc import Callable
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from typing import Any
 
 from comb_serving.api.http import AnswerRewriter, RequestError, Send
@@ -33,7 +33,7 @@ def report(prepared: PreprocessedRequest, lease: Lease | None, link: LinkReport 
             if held.state == "hit":
                 document["tier"] = held.tier
         documents.append(document)
-    return {**prepared.about, "documents": documents, **({} if link is None else asdict(link))}
+    return {**prepared.about, "documents": documents, **({} if link is None else link.said)}
 
 
 def error_events(path: str, error: RequestError) -> bytes:
@@ -44,6 +44,13 @@ def error_events(path: str, error: RequestError) -> bytes:
     return b"\n\ndata: " + error.body + b"\n\ndata: [DONE]\n\n"
 
 
+def cached_and_made(link: LinkReport, lease: Lease) -> tuple[int, int]:
+    """Prompt tokens that were there before the request, and those that were compiled for it and linked."""
+    linked = zip(link.linked_of, lease.documents, strict=False)
+    made = sum(tokens for tokens, document in linked if document.state != "hit")
+    return link.prefix_tokens + link.linked_tokens - made, made
+
+
 class ResponseWriter(AnswerRewriter):
     """A `send` for vLLM that passes its answer on with the report in it.
 
@@ -51,13 +58,13 @@ class ResponseWriter(AnswerRewriter):
         comb: the report, when vLLM answers.
         tokens: of documents, which count as prompt tokens; cached: those of them that were hits.
         prompts: that have them all.
-        counted: whether vLLM counts them already, as they stand in the prompt: there it takes all in front of the query
-            for cached, or doesn't say, and the report knows better.
+        counted: where vLLM counts them already, as they stand in the prompt: there it takes all in front of the query
+            for cached, or doesn't say, and this knows better (`cached_and_made`; None of several prompts).
     """
 
     def __init__(
         self, send: Send, comb: Callable[[], dict[str, Any]], tokens: int = 0, cached: int = 0, *, prompts: int = 1,
-        counted: bool = False,
+        counted: Callable[[], tuple[int, int] | None] | None = None,
     ) -> None:  # fmt: skip
         super().__init__(send)
         self.comb, self.tokens, self.cached, self.prompts, self.counted = comb, tokens, cached, prompts, counted
@@ -108,11 +115,9 @@ class ResponseWriter(AnswerRewriter):
         told = details.get("cached_tokens") or usage.get("cache_read_input_tokens") or 0
         read, made = told + prompts * self.cached, prompts * (self.tokens - self.cached)
         if self.counted:
-            if "linked_tokens" not in (report := self.comb()):  # of several prompts
+            if (counted := self.counted()) is None:
                 return
-            # what was compiled for this request was not cached before
-            made = min(made, report["prefix_tokens"] + report["linked_tokens"])
-            read = report["prefix_tokens"] + report["linked_tokens"] - made
+            read, made = counted
         if "total_tokens" not in usage:  # the Messages API counts apart what was cached, and what is from now on
             usage["cache_read_input_tokens"] = read
             usage["cache_creation_input_tokens"] = (usage.get("cache_creation_input_tokens") or 0) + made
@@ -157,7 +162,7 @@ class RequestLogEntry:
             "status": self.status,
             "error": self.error,
             **({} if self.prepared is None else self.prepared.about),
-            **({} if self.link is None else asdict(self.link)),
+            **({} if self.link is None else self.link.said),
             "documents": dict(sorted(states.items())),
             "document_tokens": tokens,
             "room_seconds": round(0.0 if self.lease is None else self.lease.room_seconds, 6),

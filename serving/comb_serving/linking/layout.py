@@ -52,6 +52,13 @@ class LinkPlan:
         """Tokens in `loads`."""
         return sum(load.end - load.start for load in self.loads)
 
+    def loaded_of(self, documents: int) -> tuple[int, ...]:
+        """Of `loaded_tokens`, those of each document."""
+        found = [0] * documents
+        for load in self.loads:
+            found[load.document] += load.end - load.start
+        return tuple(found)
+
     @property
     def seam_tokens(self) -> int:
         """Tokens in `seams`."""

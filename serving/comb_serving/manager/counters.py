@@ -5,7 +5,7 @@ from __future__ import annotations
 from bisect import bisect_left
 from collections import Counter
 from collections.abc import Iterable
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from itertools import accumulate
 
 from comb_serving.encoding.protocol import MADE
@@ -83,5 +83,5 @@ class Counters:
 
     def count_prompt(self, method: str, link: LinkReport) -> None:
         """One prompt with linked documents."""
-        for name, tokens in asdict(link).items():
+        for name, tokens in link.said.items():
             self.prompt_tokens[method, name.removesuffix("_tokens")] += tokens

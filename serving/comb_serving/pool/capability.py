@@ -23,7 +23,7 @@ import os
 from array import array
 from collections import OrderedDict
 from collections.abc import Iterator, Sequence
-from dataclasses import astuple, dataclass, replace
+from dataclasses import asdict, astuple, dataclass, replace
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -155,6 +155,12 @@ class LinkReport:
     prefix_tokens: int  # taken from the exact prefix cache
     linked_tokens: int  # taken from the pool
     computed_tokens: int  # that passed through the model: seams and query
+    linked_of: tuple[int, ...] = ()  # of `linked_tokens`, those of each document
+
+    @property
+    def said(self) -> dict[str, int]:
+        """As answers and the log have it."""
+        return {name: value for name, value in asdict(self).items() if name != "linked_of"}
 
 
 def name_of(token: str) -> str:
@@ -199,13 +205,14 @@ class ReportReceiver:
         self._found: OrderedDict[str, LinkReport] = OrderedDict()
 
     def take(self, name: str) -> LinkReport | None:
-        """The newest report of a request; None if there is none."""
+        """The first report of a request; None if there is none. Of several answers, the later ones find what the first
+        has left in the prefix cache."""
         with _locked(self._file) as file:
             file.seek(0)
             if lines := file.read().splitlines():
                 file.truncate(0)
-        for found, *numbers in map(json.loads, lines):
-            self._found[found] = LinkReport(*numbers)
+        for found, prefix, linked, computed, each in map(json.loads, lines):
+            self._found.setdefault(found, LinkReport(prefix, linked, computed, tuple(each)))
         while len(self._found) > _KEPT:
             self._found.popitem(last=False)
         return self._found.pop(name, None)

@@ -120,7 +120,8 @@ class LinkingConnector(KVConnectorBase_V1, SupportsHMA):
         looks = link.looks and bool(num_external_tokens)
         if link.method is not None and not request.num_preemptions and not looks:
             exact = link.snapshot if linked else 0
-            report = LinkReport(cached + exact, linked - exact, link.length - cached - linked)
+            each = left.loaded_of(len(link.handles))[bool(link.snapshot) :] if linked else ()
+            report = LinkReport(cached + exact, linked - exact, link.length - cached - linked, each)
             self.reports.send(link.report, report)
         if not num_external_tokens:
             return
@@ -160,7 +161,8 @@ class LinkingConnector(KVConnectorBase_V1, SupportsHMA):
             job.tokens = sum(end - start for start, end in job.ranges)
             if not job.request.num_preemptions:
                 computed = link.length - job.cached - left.loaded_tokens + job.looked
-                self.reports.send(link.report, LinkReport(job.cached, left.loaded_tokens, computed))
+                each = left.loaded_of(len(link.handles))
+                self.reports.send(link.report, LinkReport(job.cached, left.loaded_tokens, computed, each))
 
     def chunk(self, name: str, computed: int, count: int) -> int:
         """Of `count` tokens, how many a request may compute in a step: one that captures states stops at both ends.
