@@ -66,7 +66,10 @@ class LLM(vllm.LLM):
             if options.pop(name, None) is not None:
                 raise ValueError(f"{name} can't be given: {why}")
         if INSTANCE_DIR in os.environ:
-            raise RuntimeError(f"{INSTANCE_DIR} is set: close() the other engine of this process first")
+            raise RuntimeError(
+                f"{INSTANCE_DIR} is set: close() the other engine of this process first; in a script, make an LLM "
+                "behind if __name__ == '__main__', which vLLM's own processes don't run"
+            )
         with ExitStack() as stack:
             folder = stack.enter_context(instance_folder())
             self._secret = read_secret(folder)
@@ -100,11 +103,15 @@ class LLM(vllm.LLM):
         self.close()
 
     @contextmanager
-    def _whole(self) -> Iterator[None]:
-        """Who is interrupted (Ctrl-C) leaves nothing in the engine, where its documents' places are given to others."""
+    def _whole(self, loras: Any) -> Iterator[None]:
+        """Who is interrupted (Ctrl-C) leaves nothing in the engine, where its documents' places are given to others.
+
+        `loras` are known from now on, with documents or without.
+        """
         with self._turn:
             if not self._thread.is_alive():  # nobody would answer it
                 raise RuntimeError("this LLM is closed: make another")
+            self._compiler.loras.add([*filter(None, loras if isinstance(loras, Sequence) else [loras])])
             requests = self.llm_engine.output_processor.request_states
             before = set(requests)
             try:
@@ -123,7 +130,7 @@ class LLM(vllm.LLM):
         says what became of its documents: those without room in the pool are computed with the prompt. Raises
         ValueError for what can't be served, saying which field.
         """
-        with self._whole():
+        with self._whole(more.get("lora_request")):
             if documents is None:
                 return super().generate(prompts, sampling_params, **more)
             single = isinstance(prompts, str | Mapping) or isinstance(next(iter(prompts), None), int)
@@ -136,7 +143,7 @@ class LLM(vllm.LLM):
     ) -> Any:  # fmt: skip
         """As `generate`, for one conversation or several."""
         more |= {"use_tqdm": use_tqdm, "lora_request": lora_request}
-        with self._whole():
+        with self._whole(lora_request):
             if documents is None:
                 return super().chat(messages, sampling_params, **more)
             single = isinstance(next(iter(messages), None), Mapping)
@@ -164,7 +171,6 @@ class LLM(vllm.LLM):
             raise ValueError(f"{len(rows)} prompts: {said}")
         loras = more.pop("lora_request", None)
         loras = list(loras) if isinstance(loras, Sequence) else [loras] * len(rows)
-        self._compiler.loras.add(filter(None, loras))
         comb, prompts, tokens = ({} if method is None else {"method": method}), [], list[str | None]()
         bodies = [
             {**row, "documents": list(map(_body, own)), "comb": comb, "model": lora and lora.lora_name}

@@ -113,11 +113,29 @@ def test_files_that_have_changed_are_another_lora(llm: LLM, libraries: Any, tmp_
 
     first = key()
     assert first == key() != segment.key
-    loras.add([LoRARequest("dry", 3, str(tmp_path / "dry"))])
+    loras.add([LoRARequest("dry", 5, str(tmp_path / "dry"))])
     assert key() != first
-    loras.add([LoRARequest("dry", 3, str(tmp_path / "nothing"))])
     with pytest.raises(ValueError, match="holds none of adapter_config"):
-        key()
+        loras.add([LoRARequest("dry", 6, str(tmp_path / "nothing"))])
+
+
+def test_a_lora_that_vllm_would_take_for_another_is_refused(llm: LLM, libraries: Any, tmp_path: Path) -> None:
+    """By its number, its name, or its files, which vLLM may have loaded before they changed, and may load again."""
+    from vllm.lora.request import LoRARequest
+
+    for name, seed in (("one", 97), ("other", 98)):
+        make_lora(tmp_path / name, seed)
+    one, other = (LoRARequest("hot", number, str(tmp_path / name)) for number, name in ((10, "one"), (11, "other")))
+    llm.generate(["Where is Ada?"], use_tqdm=False, lora_request=one)  # without documents, too
+    with pytest.raises(ValueError, match="two LoRAs of one name"):
+        llm.generate(["Where?"] * 2, documents=[TEXTS] * 2, use_tqdm=False, lora_request=[one, other])
+    with pytest.raises(ValueError, match="lora_int_id 10 is that of"):
+        llm.generate("Where?", documents=TEXTS, lora_request=LoRARequest("damp", 10, str(tmp_path / "other")))
+    for file in (tmp_path / "other").glob("adapter_*"):
+        (tmp_path / "one" / file.name).write_bytes(file.read_bytes())
+    for again in (one, LoRARequest("hot", 12, one.lora_path), LoRARequest("hot", 10, one.lora_path, load_inplace=True)):
+        with pytest.raises(ValueError, match="have changed since they were read first"):
+            llm.generate("Where?", documents=TEXTS, lora_request=again)
 
 
 def test_a_step_has_no_more_loras_than_vllm_has_places_for(llm: LLM, libraries: Any) -> None:

@@ -116,6 +116,8 @@ class ServerFront:
                 await asyncio.sleep(1)
         if isinstance(self.encoders, EngineCompiler):
             self.encoders.client = engine  # which also forgets what is on disk
+            for lora in self.encoders.loras.known.values():  # what vLLM has loaded is what they hold now
+                await asyncio.to_thread(self.encoders.loras.digest, lora)
         await self.preprocessor.registered.restore(self.preprocessor.keys)
         if self.encoders is None:
             return

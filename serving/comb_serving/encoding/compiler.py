@@ -36,16 +36,27 @@ FILES = ("adapter_config.json", "adapter_model.safetensors", "adapter_model.bin"
 
 @dataclass(eq=False)
 class Loras:
-    """The LoRAs of an engine: vLLM's `LoRARequest`s by the name that requests have for them; `known` may grow."""
+    """The LoRAs of an engine: vLLM's `LoRARequest`s by the name that requests have for them; `known` may grow.
+
+    vLLM loads a LoRA's files when it needs them, again after others have taken its place, and keeps what it has loaded
+    by number: so a path stands for the files that it held when it was seen first, and a number for one path.
+    """
 
     known: dict[str, Any] = field(default_factory=dict)
-    _digests: dict[str, tuple[Any, str]] = field(default_factory=dict)
+    _seen: dict[str, tuple[Path, Any, str]] = field(default_factory=dict)  # by path: folder, its files' times, digest
+    _paths: dict[int, str] = field(default_factory=dict)
 
-    def add(self, requests: Iterable[Any]) -> None:
-        """Takes more of them."""
+    def add(self, requests: Sequence[Any]) -> None:
+        """Takes those of one call. Raises ValueError for one that would be mistaken for another."""
         for request in requests:
+            if (path := self._paths.setdefault(request.lora_int_id, request.lora_path)) != request.lora_path:
+                number = f"LoRA {request.lora_name!r}: lora_int_id {request.lora_int_id}"
+                raise ValueError(f"{number} is that of {path}, which vLLM would answer with: give it another")
+            self.digest(request)
             if (before := self.known.get(request.lora_name)) is None or before.lora_path != request.lora_path:
                 self.known[request.lora_name] = request
+        if any(self.known[request.lora_name].lora_path != request.lora_path for request in requests):
+            raise ValueError("two LoRAs of one name in one call: give each its own name, and its own lora_int_id")
 
     def name_of(self, body: Mapping[str, Any]) -> str:
         """The LoRA that a request asks for by its `model`; empty for none."""
@@ -55,32 +66,41 @@ class Loras:
     async def compiled_with(self, name: str, segments: Sequence[KeyedSegment]) -> tuple[KeyedSegment, ...]:
         """Documents under the names that they have with a LoRA, which say what its files hold.
 
-        Raises ValueError for one whose files can't be read.
+        Raises ValueError for one whose files can't be read, or are others than at first.
         """
         if not name or not segments:
             return tuple(segments)
-        request, digest = self._digests.get(name, (None, ""))
-        if request is not self.known[name]:
-            request = self.known[name]
-            digest = await asyncio.to_thread(_digest, request)
-            self._digests[name] = request, digest
+        digest = await asyncio.to_thread(self.digest, self.known[name])
         return tuple(replace(segment, key=compiled_key(segment.key, digest)) for segment in segments)
 
+    def digest(self, request: Any) -> str:
+        """Of the files of a LoRA, which are read again if they were written. Raises ValueError as `compiled_with`."""
+        from vllm.lora.utils import get_adapter_absolute_path  # as vLLM itself finds them, on the Hub too
 
-def _digest(request: Any) -> str:
-    """Of the files of a LoRA."""
-    from vllm.lora.utils import get_adapter_absolute_path  # as vLLM itself finds them, on the Hub too
+        path, name = request.lora_path, request.lora_name
+        folder, times, digest = self._seen.get(path) or (Path(get_adapter_absolute_path(path)), None, "")
+        try:
+            there = [file for each in FILES if (file := folder / each).is_file()]
+            now = [(file.name, stat.st_mtime_ns, stat.st_size) for file in there for stat in [file.stat()]]
+            found = digest if now == times else _digest(there)
+        except OSError as error:
+            raise ValueError(f"LoRA {name!r} can't be read: {error}") from error
+        if not there:
+            raise ValueError(f"LoRA {name!r}: {folder} holds none of {', '.join(FILES)}")
+        if digest not in ("", found):
+            raise ValueError(
+                f"LoRA {name!r}: its files have changed since they were read first: save other weights in another "
+                "folder, or start anew"
+            )
+        self._seen[path] = folder, now, found
+        return found
 
-    folder, found = Path(get_adapter_absolute_path(request.lora_path)), hashlib.sha256()
-    there = [path for name in FILES if (path := folder / name).is_file()]
-    try:
-        for path in there:
-            with path.open("rb") as file:
-                found.update(f"{path.name} {hashlib.file_digest(file, 'sha256').hexdigest()}\n".encode())
-    except OSError as error:
-        raise ValueError(f"LoRA {request.lora_name!r} can't be read: {error}") from error
-    if not there:
-        raise ValueError(f"LoRA {request.lora_name!r}: {folder} holds none of {', '.join(FILES)}")
+
+def _digest(files: Iterable[Path]) -> str:
+    found = hashlib.sha256()
+    for path in files:
+        with path.open("rb") as file:
+            found.update(f"{path.name} {hashlib.file_digest(file, 'sha256').hexdigest()}\n".encode())
     return found.hexdigest()
 
 
