@@ -214,7 +214,7 @@ class DocumentPool:
         """Copies a document into the pool from the tier that still has it; None if none has, or nothing of use."""
         found = None if self.kept is None else self.kept.fetch(key)
         rows = handle.tokens + self.state_rows
-        if found is None or found[0].shape != (rows, self.rows.shape[1]):
+        if found is None or found[0].shape != (rows, self.rows.shape[1]) or found[0].dtype != self.rows.dtype:
             return None
         self.rows[self._slots(handle, 0, rows)] = found[0].to(self.device)
         if self.states is not None and (damage := self.states.damaged(self._read_states(handle))):
