@@ -272,10 +272,8 @@ class PromptBuilder:
             rendered = render_chat(self.tokenizer, messages, self.chat_template_kwargs, front)
             return _assembled(token_blocks(self.tokenizer, rendered), segments, referenced or {})
         if not isinstance(query, str):
-            raise ValueError(
-                "chat messages need a tokenizer with a chat_template, and a PromptBuilder without a prefix of its own: "
-                "pass the query as text"
-            )
+            lacks = "the tokenizer has no chat_template" if self.prefix is None else "a prefix takes no messages"
+            raise ValueError(f"{lacks}: ask with a text (over HTTP a prompt at /v1/completions)")
         return self.complete(query, segments, prefix=(self.prefix or "") + self.lead)
 
     def complete(

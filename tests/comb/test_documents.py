@@ -136,8 +136,10 @@ def test_raw_text_is_completed_without_a_chat_template() -> None:
     assert PromptBuilder(chatty).build("Q").query != PromptBuilder(chatty).complete("Q").query
     with pytest.raises(ValueError, match="empty"):
         PromptBuilder(chatty).complete("")
-    with pytest.raises(ValueError, match="need a tokenizer with a chat_template"):
+    with pytest.raises(ValueError, match=r"no chat_template: ask with a text \(.* at /v1/completions"):
         PromptBuilder(plain).build([{"role": "user", "content": "why?"}])
+    with pytest.raises(ValueError, match="a prefix takes no messages: ask with a text"):
+        PromptBuilder(chatty, prefix="Read. ").build([{"role": "user", "content": "why?"}])
     assert PromptBuilder(chatty).answer("yes") == (*ids(chatty, "yes"), chatty.eos_token_id)
     tokenizer = byte_tokenizer(chat_template=None, bos_token="<|bos|>")
     assert PromptBuilder(tokenizer).build("a").prefix == ()
