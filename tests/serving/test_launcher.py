@@ -192,7 +192,12 @@ def test_a_server_that_is_starting_is_not_waited_for(tmp_path: Path) -> None:
 
 
 def test_a_second_signal_ends_a_server_at_once(tmp_path: Path) -> None:
-    deaf = "signal.signal(signal.SIGTERM, lambda *_: print(flush=True)); time.sleep(60)"
+    left = Path(f"/dev/shm/psm_comb_second_{os.getpid()}")  # made after the first signal
+    deaf = (
+        f"import mmap\ndef heard(*_):\n  global held\n  file = open({str(left)!r}, 'w+b'); file.write(bytes(9))\n"
+        "  file.flush(); held = mmap.mmap(file.fileno(), 9); print(flush=True)\n"
+        "signal.signal(signal.SIGTERM, heard); time.sleep(60)"
+    )
     server, seen, root = program(tmp_path, deaf)
     with subprocess.Popen([sys.executable, "-c", LAUNCH, str(root), *server], stdout=subprocess.PIPE) as launcher:
         pid = told(seen)["pid"]
@@ -203,6 +208,7 @@ def test_a_second_signal_ends_a_server_at_once(tmp_path: Path) -> None:
         assert launcher.wait(10) != 0
         wait_until_gone(pid)
     assert list(root.iterdir()) == []
+    assert not left.exists()
 
 
 def test_shared_memory_that_a_killed_engine_left_goes_with_its_instance(tmp_path: Path) -> None:

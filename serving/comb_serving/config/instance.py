@@ -132,16 +132,17 @@ def remove_abandoned(root: Path) -> list[Path]:
 
 
 def note_segments(folder: Path) -> None:
-    """Writes down the shared memory of vLLM's own that processes of this instance have mapped.
+    """Writes down the shared memory of vLLM's own that processes of this instance have mapped; what was noted stays.
 
     vLLM's processes remove it at their end, which a killed one doesn't reach.
     """
-    mark, names = f"={folder}".encode(), set()
+    mark, noted = f"={folder}".encode(), folder / SEGMENTS
+    names = set(noted.read_text().split()) if noted.exists() else set()
     for process in Path("/proc").glob("[0-9]*"):
         with contextlib.suppress(OSError):
             if any(entry.endswith(mark) for entry in (process / "environ").read_bytes().split(b"\0")):
                 names |= set(_SEGMENT.findall((process / "maps").read_text()))
-    (folder / SEGMENTS).write_text("\n".join(sorted(names)))
+    noted.write_text("\n".join(sorted(names)))
 
 
 def remove_segments(folder: Path) -> None:

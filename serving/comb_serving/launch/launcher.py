@@ -196,7 +196,7 @@ def launch(
                 threading.Thread(target=_report_ready, args=(process, flags, folder, on_ready), daemon=True).start()
                 status = process.wait()
         finally:
-            _end(process)
+            _end(process, folder)
         log.close()
         if status > 0 and log.cause and not (folder / READY).exists():
             raise RuntimeError(f"the server ended at its start (status {status}): {log.cause}")
@@ -246,7 +246,7 @@ def _forwarding(process: subprocess.Popen[bytes], folder: Path, drain_seconds: f
             note_segments(folder)  # workers leave some even then, and it may be starting
             process.terminate()
         # in a thread: the one that handles signals is in the middle of waiting for the process
-        timer = threading.Timer(0 if again else seconds, _end, [process])
+        timer = threading.Timer(0 if again else seconds, _end, [process, folder])
         timer.daemon = True
         timer.start()
 
@@ -258,13 +258,15 @@ def _forwarding(process: subprocess.Popen[bytes], folder: Path, drain_seconds: f
             signal.signal(number, handler)
 
 
-def _end(process: subprocess.Popen[bytes]) -> None:
+def _end(process: subprocess.Popen[bytes], folder: Path) -> None:
     """Ends what is left of the server's session, after a moment: workers and encoders of a server that crashed."""
     deadline = time.monotonic() + (LEFTOVER_SECONDS if process.poll() is not None else 0)
     with suppress(ProcessLookupError, PermissionError):
         while time.monotonic() < deadline:
             os.killpg(process.pid, 0)
             time.sleep(0.05)
+    with suppress(FileNotFoundError):  # the folder: a signal's timer may come when all is over
+        note_segments(folder)  # they may have made more since the signal
     with suppress(ProcessLookupError, PermissionError):
         os.killpg(process.pid, signal.SIGKILL)
     process.wait()
