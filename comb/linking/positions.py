@@ -11,15 +11,16 @@ Shapes: H cached heads, T tokens, D channels, m rotated pairs.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from itertools import product
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from transformers.cache_utils import DynamicCache
 
-from comb.backbones.discovery import position_count
+from comb.backbones.discovery import decoder_layers, layer_input, position_count
 from comb.backbones.forward import keeps_nothing, run_decoder, takes_positions
 from comb.backbones.rotary import RotaryEmbedding, Turns, length_limit, rotary_embeddings, tabulated_embeddings
 from comb.waits import on_device
@@ -251,11 +252,44 @@ class RotaryProbe:
             for layer in zip(*shots, strict=True)
         ]
 
+    @contextmanager
+    def _fed_alike(self, count: int) -> Iterator[None]:
+        """Gives each layer but the first the same of a token at all positions: what the layer before makes of it at the
+        first. `count` rows are fed.
+
+        Where a lone token's attention is no copy of its value (sinks), what 16 bits round differs by position, grows
+        from layer to layer, and hides how keys turn. A layer that hands on something that does depend on positions is
+        an error. It shows in every token; a router that sees two experts alike, in a few.
+        """
+
+        def feed(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
+            given = layer_input(args, kwargs)
+            if len(given) != count:  # Gemma 3n's streams
+                return args, kwargs
+            rows = given.unflatten(0, (len(self._ids), -1))
+            first = rows[:, :1]
+            far = (rows - first).double().flatten(2).norm(dim=-1) / first.double().flatten(2).norm(dim=-1)
+            if float(far.amax(1).amin()) > self._tolerance:
+                raise UnmovableError(
+                    "what its layers hand on changes with the position in a way that no rotary embedding explains "
+                    "(learned absolute positions?), so a compiled document can't be moved to another place"
+                )
+            same = first.expand_as(rows).flatten(0, 1)
+            return ((same, *args[1:]), kwargs) if args else ((), {**kwargs, "hidden_states": same})
+
+        handles = [layer.register_forward_pre_hook(feed, with_kwargs=True) for layer in decoder_layers(self._model)[1:]]
+        try:
+            yield
+        finally:
+            for handle in handles:
+                handle.remove()
+
     def _single_tokens(self, positions: Sequence[int], new_cache: Callable[[], Any]) -> list[tuple[Tensor, ...]]:
         """Per layer, keys and values [probe tokens, positions, H, D] of tokens that see only themselves."""
         tokens, where = self.inputs(positions)
         cache = new_cache()
-        run_decoder(self._model, tokens, cache, position_ids=where)
+        with self._fed_alike(len(tokens)):
+            run_decoder(self._model, tokens, cache, position_ids=where)
         shots: list[tuple[Tensor, ...]] = []
         for layer in cache.layers:
             if keeps_nothing(layer) or (hasattr(layer, "recurrent_states") and getattr(layer, "keys", None) is None):

@@ -133,6 +133,22 @@ def test_what_is_no_rotation_beyond_the_limit_is_refused() -> None:
         methods.create("naive", model)
 
 
+def test_rounding_behind_attention_sinks_hides_no_rotation() -> None:
+    """What a lone token adds to its sink rounds by position in 16 bits, and more with each layer and router."""
+    config = tf.GptOssConfig(
+        **{**BASE, "num_hidden_layers": 8}, head_dim=8, num_local_experts=4, initializer_range=0.1,
+    )  # fmt: skip
+    model = made(config).to(torch.bfloat16)
+    method = methods.create("naive", model)
+    assert [keys and keys.start for keys, _ in method.support.positions.layers] == [0] * 8
+    model.model.layers[0].register_forward_hook(
+        lambda _, args, kwargs, out: out + 0.3 * kwargs["position_embeddings"][0].mean(-1, keepdim=True),
+        with_kwargs=True,
+    )
+    with pytest.raises(ValueError, match="hand on changes with the position"):
+        methods.create("naive", model)
+
+
 def test_an_embedding_that_counts_tokens_is_refused() -> None:
     """It knows how long a pass is, which for a linked prompt is any length."""
     model = llama(PLAIN)
