@@ -444,6 +444,27 @@ def test_half_of_a_checkpoint_is_none_and_those_of_a_longer_run_make_way(tmp_pat
     assert [path.name for path in checkpoints(tmp_path)] == ["checkpoint-1", "checkpoint-2"]
 
 
+def test_killed_while_checkpoints_make_way_a_run_finds_its_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    run, aside = tmp_path / "run", tmp_path / "checkpoint-6"
+    trainer(comb_model(), run, steps=6, save_steps=3).train()
+    shutil.copytree(run / aside.name, aside)
+    fresh, remove = trainer(comb_model(), run, steps=2, save_steps=1), shutil.rmtree
+
+    def killed(path: Path, **options: Any) -> None:
+        if (run / "checkpoint-1").exists():
+            (_, *half) = [each for each in sorted(path.rglob("*")) if each.is_file()]
+            half[0].unlink()
+            raise KeyboardInterrupt
+        remove(path, **options)
+
+    monkeypatch.setattr(shutil, "rmtree", killed)
+    with pytest.raises(KeyboardInterrupt):
+        fresh.train()
+    assert checkpoints(run) == [run / "checkpoint-1"]
+    shutil.move(aside, run)  # as killed just before it was taken away
+    assert checkpoint_to_resume(fresh.config, "auto") == run / "checkpoint-1"
+
+
 def test_another_models_checkpoint_is_refused(tmp_path: Path) -> None:
     comb_model().save_pretrained(tmp_path)
     other = CombForCausalLM.from_backbone(backbone(), num_encoder_layers=2, cross_attention_layers=[0, 1])

@@ -95,13 +95,15 @@ def checkpoint_to_resume(train: TrainConfig, resume: str | Path | None) -> Path 
     if not found:
         logger.warning("--resume auto: no checkpoint-N in %s, the run starts from the beginning", folder)
         return None
-    its, begun = None, last_run(folder)
-    with suppress(OSError, ValueError, AttributeError):  # what is wrong with it is said when it is resumed from
-        its = json.loads((found[-1] / TRAINER_STATE_NAME).read_text(encoding="utf-8")).get("run")
-    if its is not None and begun is not None and its != begun:
-        logger.warning("--resume auto: %s is of an earlier run, and the last one left none: it begins again", found[-1])
-        return None
-    return found[-1]
+    begun = last_run(folder)
+    for newest in reversed(found):  # killed before it had removed them, a run leaves an earlier one's beside its own
+        its = None
+        with suppress(OSError, ValueError, AttributeError):  # what is wrong with it is said when it is resumed from
+            its = json.loads((newest / TRAINER_STATE_NAME).read_text(encoding="utf-8")).get("run")
+        if its is None or begun in (None, its):
+            return newest
+    logger.warning("--resume auto: %s is of an earlier run, and the last one left none: it begins again", found[-1])
+    return None
 
 
 @contextmanager
@@ -154,15 +156,19 @@ def new_checkpoint(run: Path, step: int, *, keep: int, first: bool = False) -> I
         ) from error
     distributed.barrier()
     if distributed.is_main():
-        shutil.rmtree(run / name, ignore_errors=True)
+        # what goes leaves its name at once: removed there, half of one would be found if the run is killed meanwhile
+        gone = run / PARTIAL / "gone"
+        gone.mkdir()
+        if (run / name).exists():
+            (run / name).rename(gone / name)
         folder.rename(run / name)
-        (run / PARTIAL).rmdir()
         found = checkpoints(run)
         own = found.index(run / name) + 1
         before = own - 1 if first else max(0, own - keep) if keep else 0
         # those of later steps are of a longer run in the same folder, and --resume auto would take them for this one's
         for old in [*found[own:], *found[:before]]:
-            shutil.rmtree(old, ignore_errors=True)
+            old.rename(gone / old.name)
+        shutil.rmtree(run / PARTIAL, ignore_errors=True)
     distributed.barrier()
 
 
