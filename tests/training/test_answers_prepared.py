@@ -211,6 +211,14 @@ def test_an_engine_of_a_rank_sees_no_torchrun_and_one_gpu(monkeypatch: pytest.Mo
     assert {name: os.environ[name] for name in given} == given
 
 
+def test_vllm_does_not_answer_for_a_backbone_that_options_change(tmp_path: Path) -> None:
+    content = settings(tmp_path)
+    content["model"]["options"] = {"rms_norm_eps": 0.5, "gate": 0.5}  # the latter is of the encoder
+    run = prepare(config_from_dict(content))
+    with pytest.raises(ValueError, match="as it is stored, without rms_norm_eps: --engine transformers"):
+        answer_prepared(run, engine="vllm", progress=False)
+
+
 @pytest.mark.vllm
 @pytest.mark.slow
 @pytest.mark.skipif(importlib.util.find_spec("vllm") is None, reason="needs vllm")

@@ -16,7 +16,7 @@ from typing import Any, Protocol
 from tqdm import tqdm
 
 from comb.backbones.identity import weights_fingerprint
-from comb.backbones.loading import load_model, resolve_name
+from comb.backbones.loading import load_model, resolve_name, trained_quantised
 from comb.backbones.tokenizer import load_tokenizer
 from comb.documents.datasets import Counts
 from comb.documents.document import Document, stopping_tokens
@@ -113,12 +113,21 @@ def answer_prepared(
         engine: transformers (on the run's device) or vllm.
         engine_options: more keyword arguments of `vllm.LLM`.
         wait: for the answers of other ranks.
+
+    Raises:
+        ValueError: for vLLM where the run's backbone isn't what its checkpoint holds.
     """
     train, own, most = run.config.train, run.model.config, run.config.train.answer_max_new_tokens
     if train.teacher is None:
         name = getattr(own, "backbone_name_or_path", "") or run.config.model.backbone
         revision = getattr(own, "backbone_revision", None)
         model, tokenizer, asked = run.model.backbone, run.tokenizer, run.examples
+        changed = [option for option in run.config.model.options if hasattr(model.config, option)]
+        if engine == "vllm" and (changed or trained_quantised(own, resolve_name(run.config.model.backbone))):
+            what = ", ".join(changed) or "quantization_config of model.init_from"
+            raise ValueError(
+                f"vLLM would answer with the backbone as it is stored, without {what}: --engine transformers"
+            )
     else:
         name, revision = train.teacher, None
         model, tokenizer, asked = _teacher(run, name)
