@@ -162,7 +162,7 @@ def question_sets(options: MethodsOptions, report: BenchmarkReport) -> Iterator[
             raise ValueError("--data and --dataset both say what is asked about: give one of them")
         chosen = replace(options, limit=wanted)
         longest = options.max_new_tokens or 48
-        datasets = (options.data or options.dataset).split(",")
+        datasets = (options.dataset if options.data is None else options.data).split(",")
         stems = [Path(dataset).stem for dataset in datasets]  # journals' names are made of these
         for place, (dataset, stem) in enumerate(zip(datasets, stems, strict=True), 1):
             setting, examples = replace(chosen, dataset=dataset).load_questions(report, longest)

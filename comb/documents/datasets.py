@@ -158,7 +158,7 @@ def locate(name: str, path: str | Path | None = None) -> tuple[str, str | Path |
         return name, path if path is None else _at_home(str(path))
     name = _at_home(name)
     if not name.startswith(HUB):
-        if Path(name).exists() or name.removesuffix(".gz").endswith((".json", ".jsonl", ".ndjson")):
+        if (name and Path(name).exists()) or name.removesuffix(".gz").endswith((".json", ".jsonl", ".ndjson")):
             return "jsonl", name
         if re.fullmatch(_ON_HUB, name):
             name = f"{HUB}{name}"

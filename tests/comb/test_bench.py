@@ -306,6 +306,7 @@ def test_full_layers_are_left_out() -> None:
         (["methods", "--methods", "fool"], "unknown method 'fool'"),
         (["methods", "--dataset", "nothing"], "unknown dataset 'nothing'"),
         (["methods", "--dataset", "missing.jsonl"], "missing.jsonl"),
+        (["methods", "--data", ""], "unknown dataset ''"),
         (["methods", "--out", "here.png"], "expected a name in .json"),
         (["methods", "--query-template", "nothing"], "has no {query}"),
         (["context-length", "--lengths", "short"], "--lengths takes numbers"),

@@ -75,6 +75,7 @@ def test_values_and_overrides(tmp_path: Path) -> None:
         ("data: {max_repeats: 3}", "are for data.mixture"),
         ("data: {max_repeats: 0.5, mixture: [{dataset: nano}]}", "data.max_repeats must be at least 1"),
         ("data: {mixture: null}", "data.mixture must be a list"),
+        ("data: ''", "data has no keys"),
     ],
 )
 def test_mistakes_in_a_file(tmp_path: Path, text: str, message: str) -> None:
@@ -88,6 +89,9 @@ def test_mistakes_in_a_file(tmp_path: Path, text: str, message: str) -> None:
         ("train.step=3", r"the command line: unknown key train.step; did you mean train.steps\?"),
         ("train.steps", "expected section.key=value"),
         ("train.learning_rate=x", "the command line: train.learning_rate must be a number"),
+        ("data=", "'data=' is empty: give it a value, or leave it out"),
+        ("data=''", "\"data=''\" is empty"),
+        ("model=", "'model=' is empty"),
     ],
 )
 def test_mistakes_on_the_command_line_are_not_blamed_on_the_file(tmp_path: Path, override: str, message: str) -> None:

@@ -340,9 +340,11 @@ def test_a_pad_token_that_the_backbone_has_no_row_for_fills_no_rows(
 
 
 def test_commands_say_what_is_missing(file_for: Callable[..., str], tiny: Path, tmp_path: Path) -> None:
+    (tmp_path / "training.json").write_text('{"config": {}}')
     for command, message in (
         (["eval", str(tiny)], "add data=FILE"), (["eval", str(tmp_path / "absent")], "absent is no folder here"),
         (["train", file_for(), "--resume", str(tmp_path / "absent")], "no checkpoint folder"),
+        (["eval", str(tmp_path), "data=''"], "is empty: give it a value"),
     ):  # fmt: skip
         result = invoke(*command)
         assert isinstance(result.exception, ValueError)

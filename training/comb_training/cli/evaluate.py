@@ -44,7 +44,7 @@ def evaluate(
     named: str | list[Any] | None = None
     for item in overrides or []:
         key, _, value = item.partition("=")
-        if key == "data" and isinstance(rows := yaml.safe_load(value), str | list):
+        if key == "data" and isinstance(rows := yaml.safe_load(value), str | list) and rows:
             named = rows
         else:
             given.append(item)

@@ -76,7 +76,7 @@ def load_config(path: str | Path | None, overrides: Sequence[str] = ()) -> Confi
             raise ValueError(f"{source} is empty: write sections model, data, train and eval, or see configs/ for some")
         if not isinstance(content, dict):
             raise ValueError(f"{source}: expected sections model, data, train and eval, got {type(content).__name__}")
-        if empty := [name for name in SECTIONS if name in content and content[name] is None]:
+        if empty := [name for name in SECTIONS if name in content and not content[name]]:
             raise ValueError(
                 f"{source}: {empty[0]} has no keys: write some below it, indented, or leave {empty[0]} out"
             )
@@ -140,6 +140,8 @@ def _override(content: Mapping[str, Any], item: str) -> dict[str, Any]:
         value = yaml.safe_load(text) if text else None
     except yaml.YAMLError as error:
         raise ValueError(f"{item!r}: the value is not YAML ({error})") from error
+    if name.strip() in SECTIONS and not value:  # a shell's variable that isn't set: defaults would stand in for it
+        raise ValueError(f"{item!r} is empty: give it a value, or leave it out")
     changed = copy.deepcopy(dict(content))
     target = changed
     *parents, key = name.strip().split(".")
