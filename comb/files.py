@@ -8,10 +8,12 @@ import shutil
 import tempfile
 import time
 import uuid
-from collections.abc import Iterator, Sequence
+from collections.abc import Hashable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
+
+import yaml
 
 TEMPORARY_PREFIX = ".tmp-"
 ABANDONED_S = 86_400.0  # nobody writes one file for a day
@@ -141,3 +143,20 @@ def private_folder(folder: Path, suffix: str) -> None:
         raise ValueError(
             f"documents can't be kept in {folder} ({error.strerror}): give a folder that can be made and read"
         ) from error
+
+
+class OnceEach(yaml.SafeLoader):
+    """YAML in which a key stands once: of two sections of one name PyYAML keeps the last, in silence."""
+
+    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
+        seen = set[Any]()
+        for key, _ in node.value:
+            if key.tag == "tag:yaml.org,2002:merge":
+                continue
+            name = self.construct_object(key, deep=True)
+            if not isinstance(name, Hashable):
+                raise yaml.constructor.ConstructorError(None, None, f"a key is {name}, not a text", key.start_mark)
+            if name in seen:
+                raise yaml.constructor.ConstructorError(None, None, f"{name} stands there twice", key.start_mark)
+            seen.add(name)
+        return super().construct_mapping(node, deep)

@@ -173,7 +173,7 @@ def question_sets(options: MethodsOptions, report: BenchmarkReport) -> Iterator[
             yield QuestionSet(name, setting, examples, rules, {"dataset": dataset, **source}, facts)
         return
     sets = read_sets(options.config)
-    names = [name.strip() for name in options.sets.split(",") if name.strip()] or list(sets)
+    names = list(dict.fromkeys(name.strip() for name in options.sets.split(",") if name.strip())) or list(sets)
     if unknown := [name for name in names if name not in sets]:
         raise ValueError(f"--sets: {options.config} has no set {unknown[0]!r}; it has {', '.join(sets)}")
     plain, folder = options.setting(), Path(options.data or DATA)

@@ -30,6 +30,7 @@ import yaml
 
 from comb.documents.datasets import Counts, Dataset, below, read_dataset
 from comb.documents.document import Document, Example, PromptBuilder, stopping_tokens, until_stop
+from comb.files import OnceEach
 from comb.kernels.mac.mac_config import MacConfig
 
 if TYPE_CHECKING:
@@ -212,7 +213,7 @@ def read_sets(path: Path) -> dict[str, EvaluationSet]:
         ValueError: for a file that can't be read, an unknown key, or a template that isn't there.
     """
     try:
-        content = yaml.safe_load(path.read_text(encoding="utf-8"))
+        content = yaml.load(path.read_text(encoding="utf-8"), OnceEach)
     except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
         raise ValueError(f"{path} can't be read as YAML: {error}") from error
     if not isinstance(content, Mapping) or set(content) != {"templates", "sets"}:

@@ -380,7 +380,7 @@ def test_the_command_makes_tables_of_all_sets_and_goes_on(folder: Path) -> None:
     assert first.exit_code == 0, first.output
     journal = folder / "out" / "facts.jsonl"
     before = journal.read_text()
-    second = bench(folder, **options | {"methods": "naive,legolink:2,legolink:2@fixed:8"})
+    second = bench(folder, sets="facts,again,facts", **options | {"methods": "naive,legolink:2,legolink:2@fixed:8"})
     assert second.exit_code == 0, second.output
     assert journal.read_text().startswith(before)
     assert len(journal.read_text().splitlines()) == len(before.splitlines()) + 5  # the new method's answers and times
@@ -419,6 +419,7 @@ sets:
         (CONFIG.replace("max_new_tokens", "max_tokens"), r"sets.facts: expected keys among .* got \['max_tokens'\]"),
         (CONFIG.replace("Q: {query} A:", "Q:"), "templates.few: a template's query needs"),
         (CONFIG.replace("dataset: jsonl, ", ""), "sets.facts: .*dataset"),
+        (OFFICIAL.replace("told:", "asked:"), "asked stands there twice"),
         ("sets: {}", "expected the keys templates and sets"),
         ("a: [", "can't be read as YAML"),
     ],

@@ -8,7 +8,7 @@ from __future__ import annotations
 import copy
 import difflib
 import logging
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import fields
 from pathlib import Path
@@ -19,7 +19,7 @@ from pydantic import TypeAdapter, ValidationError
 
 from comb.backbones.tracebacks import named
 from comb.evaluation.record import read_training
-from comb.files import read_text
+from comb.files import OnceEach, read_text
 from comb.hub.facts import TRAINING
 from comb_training.config.sections import (
     Config,
@@ -68,7 +68,7 @@ def load_config(path: str | Path | None, overrides: Sequence[str] = ()) -> Confi
         if not Path(path).is_file():
             raise ValueError(f"there is no configuration file {source!r}")
         try:
-            content = yaml.load(read_text(path), _OnceEach)
+            content = yaml.load(read_text(path), OnceEach)
         except (yaml.YAMLError, RecursionError) as error:
             said = str(error).replace('in "<unicode string>", ', "in ")
             raise ValueError(f"{source} is not YAML: {said}") from error
@@ -92,23 +92,6 @@ def load_config(path: str | Path | None, overrides: Sequence[str] = ()) -> Confi
 def of_file(path: str | Path, overrides: Sequence[str] = ()) -> AbstractContextManager[None]:
     """For what is done as a file says: an error of comb's own about one of its values begins with its name."""
     return named(path, " and the command line" if overrides else "")
-
-
-class _OnceEach(yaml.SafeLoader):
-    """YAML in which a key stands once: of two sections of one name PyYAML keeps the last, in silence."""
-
-    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
-        seen = set[Any]()
-        for key, _ in node.value:
-            if key.tag == "tag:yaml.org,2002:merge":
-                continue
-            name = self.construct_object(key, deep=True)
-            if not isinstance(name, Hashable):
-                raise yaml.constructor.ConstructorError(None, None, f"a key is {name}, not a text", key.start_mark)
-            if name in seen:
-                raise yaml.constructor.ConstructorError(None, None, f"{name} stands there twice", key.start_mark)
-            seen.add(name)
-        return super().construct_mapping(node, deep)
 
 
 def config_from_dict(content: Mapping[str, Any], source: str = "configuration") -> Config:
