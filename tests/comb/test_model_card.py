@@ -63,7 +63,8 @@ def test_a_backbone_without_a_name_on_the_hub_is_given_to_the_server_too(adapter
 def test_training_and_scores_stand_in_the_card(adapter: Path) -> None:
     write_results(adapter, "squad", ROW, REFUSED, path="/data/dev-v2.0.json")
     write_results(adapter, "nano", {**ROW, "n": 7})
-    training = {"argv": ["/x/comb_training/train.py", "c.yaml"], "steps": 1200, "seconds": 61.4, "answer_seconds": 20,
+    training = {"argv": ["/x/comb_training/train.py", "c.yaml", "data.prefix=Q|A\n\n"],
+                "steps": 1200, "seconds": 61.4, "answer_seconds": 20,
                 "ranks": 2, "seed": 3, "parameters": {"trainable": 10, "all": 1010},
                 "tokens": {"examples": 7000, "different_documents": 900, "document_tokens": {"median": 120.5},
                            "target_tokens": {"median": 4}},
@@ -81,7 +82,7 @@ def test_training_and_scores_stand_in_the_card(adapter: Path) -> None:
     assert "| `comb` | 400 | 96.0 | 94.0 to 98.0 | 99.0 | 98.5 | 12.0 ms |" in card.text
     assert "| `epic` | refused: no / in here |" in card.text
     assert "`comb eval 'out/a b'`" in card.text
-    assert "`python -m comb_training.train c.yaml`" in card.text
+    assert r"| `python -m comb_training.train c.yaml 'data.prefix=Q\|A\n\n'` |" in card.text  # one cell
     assert "1,000 (the backbone)" in card.text
     assert "1,200 steps, 61 s of optimisation, 20 s for the answers before it, on 2 processes" in card.text
     assert "7,000 questions over 900 different documents" in card.text
