@@ -11,6 +11,7 @@ import hashlib
 import json
 import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -23,6 +24,7 @@ from transformers.trainer import OPTIMIZER_NAME, TRAINER_STATE_NAME
 from transformers.utils import CONFIG_NAME
 
 from comb.backbones.adapter import check_fingerprint
+from comb.backbones.identity import weights_fingerprint
 from comb.model.adapter import floating
 from comb_training.config import TrainConfig
 from comb_training.data.batches import IGNORED, TrainingExample
@@ -116,6 +118,8 @@ class CombTrainer:
         self._wrapped: Any = model  # as DDP or DeepSpeed call it, from `train` on
         self._loss = torch.zeros((), device=self.accelerator.device)  # this rank's share since the last record
         self._data = {"examples": _digest(examples), "heldout": _digest(heldout)}
+        with suppress(ValueError):  # weights that accelerate has elsewhere have no bits to look at
+            self._data["backbone"] = weights_fingerprint(model.backbone, settings=False)
 
     @property
     def ended_by(self) -> str:
@@ -343,6 +347,8 @@ class CombTrainer:
                 raise ValueError(f"{folder} can't go on: {error}") from error
         if state.get("examples", self._data["examples"]) != self._data["examples"]:
             logger.warning("%s is of a run over other examples: some may be trained on more often than others", folder)
+        if state.get("backbone", own := self._data.get("backbone")) != own:  # its fingerprint is of the embedding alone
+            logger.warning("%s was trained on other weights of the backbone, or in another dtype, than here", folder)
         if state.get("heldout", self._data["heldout"]) != self._data["heldout"]:
             logger.warning("%s was scored on other held-out questions: those scores are left out", folder)
             self.log.history = [row for row in self.log.history if "eval_loss" not in row]
