@@ -36,13 +36,13 @@ def cacheblend(prompt: PromptLayout, ratio: Share = 0.15, layers: int = 1) -> li
     """
     spans, cache = prompt.spans, prompt.cache
     rows = range(spans[0].end if spans[0].first else prompt.start, prompt.end)
-    if not rows:  # all but the last token, which is left for `generate`
+    documents = torch.tensor([position for span in spans for position in range(span.start, min(span.end, prompt.end))])
+    if not rows or not len(documents):  # nothing but the last token, which is left for `generate`
         return []
     cache.stop_layer = layers
     prompt.run(rows)
     cache.stop_layer = None
     assert cache.deviation is not None
-    documents = torch.tensor([position for span in spans for position in range(span.start, min(span.end, prompt.end))])
     top = cache.deviation[on_device(documents, cache.deviation.device)].topk(math.ceil(ratio * len(documents))).indices
     chosen: list[int] = documents[top.cpu()].sort().values.tolist()
     return chosen

@@ -303,7 +303,11 @@ def test_a_prompt_that_ends_with_a_document() -> None:
     assert link(model, "naive", query=[]).recomputed == (1,)
     assert link(model, "focus:0.1", query=[]).recomputed[0] in (4, 5)  # the last token is computed in any case
     # the first document is right already, unless its frequencies are another prompt's
-    assert link(model_of("dynamic_ntk"), "legolink:99", [[5, 6, 7], [8, 9]], query=[]).recomputed == (2,)
+    ntk = model_of("dynamic_ntk")
+    assert link(ntk, "legolink:99", [[5, 6, 7], [8, 9]], query=[]).recomputed == (2,)
+    # of a document of one token there is nothing to choose from, also where the prefix isn't cached
+    short, reference = (link(ntk, spec, [[8]], prefix=PREFIX, query=[]).logits for spec in ("cacheblend:0.3", "full"))
+    assert error(short, reference) < 1e-4
 
 
 # ---- bad input ----
