@@ -190,7 +190,7 @@ def _probe_first_layer(model: PreTrainedModel, first_layer: nn.Module) -> tuple[
             f"{type(model).__name__} numbers a prompt's positions otherwise than transformers' `generate` does"
         )
     first, second = (made[0][0] if isinstance(made[0], tuple) else made[0]).float()
-    if (first - second)[:2].norm() > 5e-3 * (first - second).norm():  # 16-bit rounding stays below 0.003
+    if (first - second)[:2].norm() > 0.05 * (first - second).norm():  # BERT: 0.14; what is rounded less
         raise UnsupportedBackboneError(
             f"{type(model).__name__} isn't causal, its tokens read those behind them: load a decoder (a model that can "
             "be both, as BERT, is one with is_decoder=True in its configuration)"
