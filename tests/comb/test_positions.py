@@ -14,6 +14,8 @@ from transformers import DynamicCache
 from comb import PICEngine, methods
 from comb.backbones.rotary import compile_limit, front_limit
 from comb.cli.doctor import check_methods
+from comb.linking.positions import UnmovableError
+from comb.linking.support import find_support
 from comb.mac import mac
 from tests.helpers.byte_text import byte_tokenizer
 from tests.helpers.families import BASE, FAMILIES, LINK_FAMILIES, STATE_FAMILIES, tiny
@@ -133,14 +135,37 @@ def test_what_is_no_rotation_beyond_the_limit_is_refused() -> None:
         methods.create("naive", model)
 
 
-def test_rounding_behind_attention_sinks_hides_no_rotation() -> None:
-    """What a lone token adds to its sink rounds by position in 16 bits, and more with each layer and router."""
-    config = tf.GptOssConfig(
-        **{**BASE, "num_hidden_layers": 8}, head_dim=8, num_local_experts=4, initializer_range=0.1,
-    )  # fmt: skip
-    model = made(config).to(torch.bfloat16)
-    method = methods.create("naive", model)
-    assert [keys and keys.start for keys, _ in method.support.positions.layers] == [0] * 8
+def deep(family: str, times: int = 5) -> Any:
+    """A family's tiny model with its layers so many times."""
+    config = (FAMILIES | LINK_FAMILIES)[family]()
+    told, layers = config.to_dict(), config.num_hidden_layers
+    for name in ("model_type", "transformers_version"):
+        told.pop(name)
+    for name, value in told.items():
+        if name in ("num_hidden_layers", "n_layer", "num_layers") and value == layers:
+            told[name] = times * layers
+        elif name in ("attn_layer_indices", "full_attn_idxs"):
+            told[name] = [layers * time + index for time in range(times) for index in value or ()]
+        elif isinstance(value, list) and len(value) == layers:
+            told[name] = times * value
+    return made(type(config)(**told))
+
+
+def linkable(model: Any) -> bool:
+    try:
+        return bool(find_support(model))
+    except UnmovableError:
+        return False
+
+
+@pytest.mark.parametrize("family", FAMILIES | LINK_FAMILIES)
+def test_rounding_hides_no_rotation_from_deep_models(family: str) -> None:
+    """What a lone token adds to an attention sink rounds by position in 16 bits, more with each layer and router."""
+    assert linkable(deep(family).to(torch.bfloat16)) == linkable(deep(family, 1))
+
+
+def test_what_a_layer_hands_on_by_position_is_refused() -> None:
+    model = llama(PLAIN)
     model.model.layers[0].register_forward_hook(
         lambda _, args, kwargs, out: out + 0.3 * kwargs["position_embeddings"][0].mean(-1, keepdim=True),
         with_kwargs=True,
