@@ -170,7 +170,7 @@ def test_what_a_layer_hands_on_by_position_is_refused() -> None:
         lambda _, args, kwargs, out: out + 0.3 * kwargs["position_embeddings"][0].mean(-1, keepdim=True),
         with_kwargs=True,
     )
-    with pytest.raises(ValueError, match="hand on changes with the position"):
+    with pytest.raises(ValueError, match="of layer 1 change with the position"):
         methods.create("naive", model)
 
 
