@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from comb_serving.bench.client import RequestRecord
+from comb_serving.bench.servers import models_of
 from comb_serving.bench.tables import AS_SENT, REORDERED, alike
 from comb_serving.bench.trace import Trace, made
 from comb_serving.bench.workload import COMB, PLAIN, TRACES, ServeBenchOptions
@@ -78,11 +79,13 @@ def test_answers_are_compared_by_text_and_first_token() -> None:
     assert alike([said(7, "a", a=0.5)], plain) == {"same": None, "kl": None}
 
 
-def test_a_trace_needs_a_model_that_finds_segments() -> None:
+def test_a_trace_needs_a_model_that_finds_segments(nano_adapter: Path, tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="segments are found: give --checkpoint"):
         ServeBenchOptions(trace="rag")
     with pytest.raises(ValueError, match="--trace is one of agent, chat, rag, not 'data'"):
         ServeBenchOptions(trace="data", checkpoint="nano", method="naive")
+    with pytest.raises(ValueError, match=r"segments are found, and .* is an adapter with an encoder"):
+        models_of(ServeBenchOptions(trace="rag", checkpoint=str(nano_adapter)), tmp_path)
 
 
 @pytest.mark.vllm

@@ -16,6 +16,7 @@ from comb import CombForCausalLM
 from comb.backbones.adapter import AdapterConfig
 from comb.backbones.loading import backbone_beside, load_config, resolve_name
 from comb.evaluation.random_prompts import random_model
+from comb.model.config import CombConfig
 from comb_serving.bench.workload import COMB, MODEL, PLAIN, ServeBenchOptions
 from comb_serving.config.serve_options import parse_bytes
 from comb_serving.encoding.protocol import MADE
@@ -42,13 +43,17 @@ def models_of(options: ServeBenchOptions, folder: Path) -> Models:
     Gates of random cross blocks are open: work is the same with closed ones, but answers would not depend on documents.
 
     Raises:
-        ValueError: for sizes that don't go together.
+        ValueError: for sizes, or a checkpoint and a trace, that don't go together.
     """
     if options.checkpoint is not None:
         place = resolve_name(options.checkpoint)
         config, named = load_config(place), "" if options.method is None else f", {options.method}"
         if not isinstance(config, AdapterConfig):
             return Models(place, place, options.checkpoint + (named or f", {PLAIN_METHOD}"))
+        if options.trace is not None and isinstance(config, CombConfig):
+            raise ValueError(
+                f"--trace is for a model whose segments are found, and {place} is an adapter with an encoder"
+            )
         backbone = options.backbone or backbone_beside(config.backbone_name_or_path, place)
         return Models(resolve_name(backbone), place, options.checkpoint + named)
     if options.method is not None:
