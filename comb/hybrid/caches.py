@@ -8,6 +8,8 @@ Shapes: one row; a recurrent state [H, ., .] or [channels, state], raw columns i
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -23,6 +25,23 @@ def continued_cache(model: Any) -> Cache | None:
     """An empty cache for a model whose own can't be gone on from, for want of a length; others make one themselves."""
     cache = empty_cache_of(model) if is_hybrid(model) else None
     return cache if isinstance(cache, StateCache) else None
+
+
+def new_cache(model: Any) -> Cache:
+    """An empty cache; with gradients, one whose states are never written over: passes keep them to go back through."""
+    cache = empty_cache_of(model)
+    if torch.is_grad_enabled():
+        layers: list[Any] = cache.layers
+        for layer in layers:
+            if isinstance(layer, LinearAttentionCacheLayerMixin):
+                layer.update_conv_state = partial(_on_a_copy, layer.conv_states, layer.update_conv_state)
+                layer.update_recurrent_state = partial(_on_a_copy, layer.recurrent_states, layer.update_recurrent_state)
+    return cache
+
+
+def _on_a_copy(held: dict[int, Tensor | None], update: Callable[..., Tensor], *args: Any, **kwargs: Any) -> Tensor:
+    held[0] = None if held[0] is None else held[0].clone()
+    return update(*args, **kwargs)
 
 
 def is_hybrid(model: Any) -> bool:
@@ -77,6 +96,8 @@ def attention_layers(cache: Any) -> dict[int, Any]:
 
 def give_room(cache: Any, length: int) -> None:
     """Room for `length` tokens and a little more behind the keys and values, so that nothing copies them again."""
+    if torch.is_grad_enabled():  # where tokens are written into, nothing goes back
+        return
     for number, layer in attention_layers(cache).items():
         if type(layer) is DynamicLayer:
             cache.layers[number] = RoomyLayer.of(layer.keys, layer.values, length)

@@ -6,20 +6,20 @@ The segment runs alone: values computed in the context of a request would depend
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from comb.backbones.forward import count_in, empty_cache_of
-from comb.hybrid.caches import attention_layers, give_room, last_columns, read_state, run, write_state
+from comb.hybrid.caches import attention_layers, give_room, last_columns, new_cache, read_state, run, write_state
 from comb.hybrid.picache import HybridPICache, SegmentState
 from comb.hybrid.support import HybridSupport, record, transition_of
 from comb.waits import all_finite
 
 
-@torch.no_grad()
 def compile_segment(
     model: Any,
     support: HybridSupport,
@@ -28,6 +28,7 @@ def compile_segment(
     *,
     seams: tuple[int, int],
     front: Sequence[int] = (),
+    begun: Callable[[], Any] | None = None,
     dtype: torch.dtype = torch.float32,
 ) -> HybridPICache:
     """The PICache of one segment. The caller holds the model's lock (`exclusive`).
@@ -37,6 +38,7 @@ def compile_segment(
             segment that they cover is kept as token ids only.
         front: token ids that the segment runs behind, instead of alone. Its tokens know of them; what they added to
             states, and their own keys and values, is left out.
+        begun: makes the cache behind `front`, where what stands there isn't computed from its tokens.
         dtype: of the states and dense transitions; logarithms of decays stay in float32.
 
     Raises:
@@ -49,9 +51,13 @@ def compile_segment(
     start, end = seams[0], len(ids) - seams[1]
     if start >= end:
         return HybridPICache(fingerprint, held, len(ids), len(ids))
-    before = list(front)
+    before, place = ([], len(front)) if begun else (list(front), 0)  # what is run in front, and where that begins
+    begin = begun or partial(new_cache, model)
     # causal: what stands behind the interior can't change it
-    recording = record(model, before + ids[:end], len(before) + start)
+    recording = record(
+        model, before + ids[:end], len(before) + start,
+        cache=begin(), place=place, modules=support.modules if begun else None,
+    )  # fmt: skip
     linear: dict[int, SegmentState] = {}
     earlier: Any = None
     for number, layer in support.linear.items():
@@ -65,14 +71,14 @@ def compile_segment(
             state = last.float()
             if recording.start:
                 if earlier is None:
-                    earlier = empty_cache_of(model)
-                    run(model, recording.token_ids[: recording.start], earlier, 0)
+                    earlier = begin()
+                    run(model, recording.token_ids[: recording.start], earlier, place)
                 _, state_before = read_state(earlier, number)
                 assert state_before is not None
                 state = state - transition.apply(state_before.float())
         linear[number] = SegmentState(kept, state.to(dtype), transition.stored(dtype))
-    attention = _attention(recording.cache, recording.start)
-    picache = HybridPICache(fingerprint, held, start, end, linear, attention, len(before))
+    attention = _attention(recording.cache, place + recording.start)
+    picache = HybridPICache(fingerprint, held, start, end, linear, attention, len(front))
     floating = {name: tensor for name, tensor in picache.tensors().items() if tensor.is_floating_point()}
     if not all_finite(floating.values()):
         broken = [name for name, tensor in floating.items() if not all_finite([tensor])]

@@ -18,8 +18,8 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from comb.backbones.forward import StageTimes, count_in, empty_cache_of
-from comb.hybrid.caches import give_room, read_state, run, shift_in, write_state
+from comb.backbones.forward import StageTimes, count_in
+from comb.hybrid.caches import give_room, new_cache, read_state, run, shift_in, write_state
 from comb.hybrid.picache import HybridPICache, SegmentState
 from comb.hybrid.support import HybridSupport
 from comb.linking.positions import Rerotation, Rotation
@@ -115,7 +115,6 @@ def rerotated(tensor: Tensor, rotation: Rotation | None, rerotation: Rerotation 
     return copy if rotation is None or rerotation is None else rerotation.apply(copy, rotation)
 
 
-@torch.no_grad()
 def link_segments(
     model: Any,
     support: HybridSupport,
@@ -163,5 +162,5 @@ def link_segments(
     if not last_run:
         items.pop()
     linker = linker_type(model, support, mode, compose=compose)
-    filled = linker.link(items, empty_cache_of(model) if cache is None else cache, len(before), length)
+    filled = linker.link(items, new_cache(model) if cache is None else cache, len(before), length)
     return LinkedPrompt(token_ids, filled if length > 1 else None, recomputed, linker.seconds)

@@ -70,17 +70,19 @@ class LayerRun:
 
 
 @contextmanager
-def watch_layers(model: nn.Module, cache: Any) -> Iterator[dict[int, LayerRun]]:
+def watch_layers(model: nn.Module, cache: Any, modules: Any = None) -> Iterator[dict[int, LayerRun]]:
     """The linear layers of one forward pass over `cache`, by number of their cache layer.
 
-    Nothing but the cache says which module is one: the innermost module with a layer number under which a state has
-    appeared in an empty cache.
+    Unless they are known (`modules`, by number), nothing but the cache says which module is one: the innermost module
+    with a layer number under which a state has appeared in an empty cache.
     """
     found: dict[int, LayerRun] = {}
 
     def after(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
         number = module.layer_idx
-        if isinstance(number, int) and number not in found and any(s is not None for s in read_state(cache, number)):
+        if not isinstance(number, int) or number in found:
+            return
+        if modules.get(number) is module if modules else any(s is not None for s in read_state(cache, number)):
             found[number] = LayerRun(module, number, args, dict(kwargs))
 
     handles = [

@@ -18,7 +18,7 @@ from transformers.cache_utils import DynamicLayer, LinearAttentionAndFullAttenti
 from comb.backbones.forward import StateCache, empty_cache_of, keeps_nothing
 from comb.backbones.identity import exclusive, identity_of
 from comb.backbones.rotary import RotaryEmbedding, why_length_dependent
-from comb.hybrid.caches import attention_layers, read_state, run, states_of
+from comb.hybrid.caches import attention_layers, new_cache, read_state, run, states_of
 from comb.hybrid.probe import LayerRun, TransitionProbe, watch_layers
 from comb.hybrid.scans import SCAN_READERS, listen
 from comb.hybrid.transition import Transition, TransitionError
@@ -68,6 +68,10 @@ class HybridSupport:
         """The widest convolution's columns, 0 where there is none."""
         return max((layer.kernel for layer in self.linear.values()), default=0)
 
+    def seams(self, w: int) -> tuple[int, int]:
+        """Tokens at a segment's start and end that are computed again: `w`, and what the convolutions reach back to."""
+        return max(w, self.kernel - 1), w
+
 
 def find_hybrid_support(model: Any) -> HybridSupport:
     """How `model` is linked, found anew when its weights have changed.
@@ -109,12 +113,15 @@ class Recording:
         return dict(zip(recurrent, self.readings, strict=True)) if len(recurrent) == len(self.readings) else {}
 
 
-def record(model: Any, token_ids: list[int], start: int) -> Recording:
-    """Runs `token_ids` from position zero in an empty cache, listening."""
-    cache = empty_cache_of(model)
+def record(
+    model: Any, token_ids: list[int], start: int, *, cache: Any = None, place: int = 0, modules: Any = None
+) -> Recording:
+    """Runs `token_ids` from position zero in an empty cache, listening; or from `place` in one that covers what is in
+    front, where the linear layers are `modules` (`HybridSupport.modules`)."""
+    cache = new_cache(model) if cache is None else cache
     reading = listen(model, lambda call: SCAN_READERS.get(call.name)(call, start))
-    with reading as readings, watch_layers(model, cache) as layers:
-        hidden = run(model, token_ids, cache, 0)
+    with reading as readings, watch_layers(model, cache, modules) as layers:
+        hidden = run(model, token_ids, cache, place)
     assert hidden is not None
     return Recording(token_ids, start, cache, hidden, readings, layers)
 

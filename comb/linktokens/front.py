@@ -1,12 +1,14 @@
 """What an adapter of link tokens is (its configuration), what it has learned, and the keys and values that it gives.
 
-Legend: n link tokens, H cached heads, D and E channels of a key and of a value.
+Legend: n link tokens, H cached heads, D and E channels of a key and of a value. Linear layers of hybrids have a state
+behind all n, and the last columns in front of their convolution, instead.
 """
 
 from __future__ import annotations
 
 import hashlib
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -16,9 +18,11 @@ from transformers.cache_utils import DynamicCache
 
 from comb.backbones.adapter import AdapterConfig, check_fingerprint, check_types
 from comb.backbones.discovery import start_token_id
-from comb.backbones.forward import cache_argument, decoder_of
+from comb.backbones.forward import cache_argument, count_in, decoder_of, empty_cache_of
 from comb.backbones.identity import identity_of, settings_of
 from comb.backbones.loading import load_config
+from comb.hybrid.caches import attention_layers, is_hybrid, new_cache, read_state, write_state
+from comb.hybrid.support import HybridSupport
 from comb.model.weights import load_adapter, read_weights
 
 FrontKeyValues = list[tuple[Tensor, Tensor]]
@@ -30,7 +34,10 @@ class LinkTokensConfig(AdapterConfig):
 
     Args:
         num_link_tokens: n, in front of every document.
-        layer_shapes: per layer [kv_heads, channels of a key, channels of a value].
+        layer_shapes: per layer with keys [kv_heads, channels of a key, channels of a value].
+        state_shapes: of a hybrid's linear layers, ``state_3`` and ``columns_3`` say, by number of the cache layer.
+        state_units: what these are kept in units of, so that one learning rate fits all: some states are a thousand
+            times smaller than keys.
 
     Raises:
         ValueError: for a number below one.
@@ -43,6 +50,8 @@ class LinkTokensConfig(AdapterConfig):
 
     num_link_tokens: int = 8
     layer_shapes: list[list[int]] | None = None
+    state_shapes: dict[str, list[int]] | None = None
+    state_units: dict[str, float] | None = None
 
     def __post_init__(self, **kwargs: Any) -> None:
         check_types(self)
@@ -65,7 +74,7 @@ class LearnedFront(nn.Module):
 
     So their keys and values are the same in front of every document, up to the place that these are turned to. They are
     what is learned (prefix tuning): keys as they are cached at positions 0 to n - 1, where documents are compiled
-    behind them, so that it can start as the keys and values of any n tokens.
+    behind them, so that it can start as the keys and values of any n tokens; of linear layers, states behind them.
     """
 
     def __init__(self, config: LinkTokensConfig) -> None:
@@ -73,15 +82,32 @@ class LearnedFront(nn.Module):
         n, shapes = config.num_link_tokens, config.layer_shapes or []
         self.keys = nn.ParameterList(torch.zeros(heads, n, channels) for heads, channels, _ in shapes)
         self.values = nn.ParameterList(torch.zeros(heads, n, channels) for heads, _, channels in shapes)
+        if config.state_shapes:  # what a front has is a part of its fingerprint
+            self.units, self.num_link_tokens = dict(config.state_units or {}), n
+            self.states = nn.ParameterDict({name: torch.zeros(shape) for name, shape in config.state_shapes.items()})
 
     def forward(self, dtype: torch.dtype) -> FrontKeyValues:
         """Keys and values in a backbone's dtype, with gradients where they are enabled."""
         return [(keys.to(dtype), values.to(dtype)) for keys, values in zip(self.keys, self.values, strict=True)]
 
+    def cache(self, backbone: Any, support: HybridSupport) -> Any:
+        """What a pass of a hybrid over a document begins with: a cache that covers the link tokens."""
+        cache = new_cache(backbone)
+        for number, pair in zip(support.attention, self(backbone.dtype), strict=True):
+            cache.update(*(tensor[None] for tensor in pair), number)
+        for number, layer in support.linear.items():
+            parts: list[Tensor | None] = []
+            for name, dtype in ((f"columns_{number}", backbone.dtype), (f"state_{number}", layer.dtype)):
+                held = self.states[name] * self.units[name] if name in self.states else None
+                parts.append(None if held is None else held[None].to(dtype))
+            write_state(cache, number, *parts)
+        count_in(cache, self.length)
+        return cache
+
     @property
     def length(self) -> int:
-        # no attribute: the settings of a module are a part of its fingerprint
-        return int(self.keys[0].shape[1])
+        # a plain model's has no attribute for it: the settings of a module are a part of its fingerprint
+        return int(self.keys[0].shape[1]) if len(self.keys) else self.num_link_tokens
 
     @property
     def fingerprint(self) -> str:
@@ -97,13 +123,43 @@ class LearnedFront(nn.Module):
         return str(identity_of(self).fact("fingerprint", digest))
 
 
-def key_values(backbone: Any, token_ids: Sequence[int]) -> FrontKeyValues:
-    """What `backbone` caches of tokens from position zero."""
-    cache = DynamicCache()
-    ids = torch.tensor([list(token_ids)], device=backbone.get_input_embeddings().weight.device)
-    decoder_of(backbone)(input_ids=ids, use_cache=True, **{cache_argument(backbone): cache})
-    layers: list[Any] = cache.layers
-    return [(layer.keys[0], layer.values[0]) for layer in layers]
+@dataclass(frozen=True)
+class FrontTensors:
+    """What a backbone caches of tokens from position zero on: what link tokens can start as."""
+
+    key_values: FrontKeyValues
+    states: dict[str, Tensor]
+
+    @classmethod
+    def of(cls, backbone: Any, token_ids: Sequence[int]) -> FrontTensors:
+        """Those of `token_ids`."""
+        # one of the configuration's own may have windows, and keep the last tokens alone
+        cache: Any = empty_cache_of(backbone) if is_hybrid(backbone) else DynamicCache()
+        ids = torch.tensor([list(token_ids)], device=backbone.get_input_embeddings().weight.device)
+        with torch.no_grad():
+            decoder_of(backbone)(input_ids=ids, use_cache=True, **{cache_argument(backbone): cache})
+        pairs = [(layer.keys[0], layer.values[0]) for layer in attention_layers(cache).values()]
+        states = {
+            f"{kind}_{number}": tensor
+            for number in range(len(cache.layers))
+            for kind, tensor in zip(("columns", "state"), read_state(cache, number), strict=True)
+            if tensor is not None
+        }
+        return cls(pairs, states)
+
+    def config(self, num_link_tokens: int, **settings: Any) -> LinkTokensConfig:
+        """Of link tokens with these shapes and sizes."""
+        units = {
+            name: 1.0 if tensor.is_meta else float(tensor.float().square().mean().sqrt()) or 1.0
+            for name, tensor in self.states.items()
+        }
+        return LinkTokensConfig(
+            num_link_tokens=num_link_tokens,
+            layer_shapes=[[len(keys), keys.shape[-1], values.shape[-1]] for keys, values in self.key_values],
+            state_shapes={name: list(tensor.shape) for name, tensor in self.states.items()} or None,
+            state_units=units or None,
+            **settings,
+        )
 
 
 def published_front(name_or_path: str | Path, backbone: Any = None) -> tuple[LearnedFront, LinkTokensConfig]:

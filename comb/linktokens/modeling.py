@@ -6,24 +6,34 @@ Legend: B rows, T tokens of the longest row, n link tokens, P link tokens in fro
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
+from itertools import groupby
 from pathlib import Path
 from typing import Any, Self
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, GenerationMixin, PreTrainedModel
 from transformers.cache_utils import DynamicCache
 
 from comb.backbones.discovery import UnsupportedBackboneError
-from comb.backbones.forward import cache_argument
+from comb.backbones.forward import cache_argument, decoder_of
 from comb.backbones.identity import exclusive, weights_fingerprint
 from comb.backbones.rotary import why_length_dependent
+from comb.hybrid.caches import is_hybrid, new_cache, run
+from comb.hybrid.compile import compile_segment
+from comb.hybrid.link import link_segments
+from comb.hybrid.picache import HybridPICache
+from comb.hybrid.support import HybridSupport, find_hybrid_support
 from comb.linking.cache import plain_layer
 from comb.linking.masks import FRESH, PADDING, for_attention, visible
 from comb.linking.positions import UnmovableError
 from comb.linking.support import LinkSupport, find_support
-from comb.linktokens.front import LearnedFront, LinkTokensConfig, key_values
+from comb.linktokens.front import FrontTensors, LearnedFront, LinkTokensConfig
 from comb.model.adapter import AdapterModel, device_of, floating, frozen_backbone, of_backbone
+
+HYBRID_SEAM = 8
+"""Tokens at a document's ends that are computed again where states are linked, also in training; `hypic`'s default."""
 
 
 class LinkTokensForCausalLM(AdapterModel, GenerationMixin):
@@ -72,17 +82,16 @@ class LinkTokensForCausalLM(AdapterModel, GenerationMixin):
         """
         backbone = frozen_backbone(name_or_model, revision=revision, **loading)
         try:
-            find_support(backbone)
+            if not is_hybrid(backbone):
+                find_support(backbone)
+            elif find_hybrid_support(backbone).step is not None:
+                raise UnmovableError("its scans can't start from a state")
         except UnmovableError as reason:
             raise UnsupportedBackboneError(f"link tokens can't be put on this backbone: {reason}") from reason
         count = len(token_ids or ()) or 8 if num_link_tokens is None else num_link_tokens
         with exclusive(backbone):
-            seen = key_values(backbone, [0])
-        shapes = [[len(keys), keys.shape[-1], values.shape[-1]] for keys, values in seen]
-        config = LinkTokensConfig(
-            **of_backbone(name_or_model, backbone, revision), num_link_tokens=count, layer_shapes=shapes
-        )
-        model = cls(config, backbone)
+            seen = FrontTensors.of(backbone, token_ids or [0])
+        model = cls(seen.config(count, **of_backbone(name_or_model, backbone, revision)), backbone)
         model._place(adapter_dtype or floating(backbone.dtype)).eval()
         model.start_from([model.placeholder_id] * count if token_ids is None else token_ids)
         return model
@@ -92,9 +101,12 @@ class LinkTokensForCausalLM(AdapterModel, GenerationMixin):
         if len(token_ids) != self.num_link_tokens:
             raise ValueError(f"expected {self.num_link_tokens} tokens, one for each link token, got {len(token_ids)}")
         with exclusive(self.backbone):
-            for number, (keys, values) in enumerate(key_values(self.backbone, token_ids)):
+            seen = FrontTensors.of(self.backbone, token_ids)
+            for number, (keys, values) in enumerate(seen.key_values):
                 self.front.keys[number].copy_(keys)
                 self.front.values[number].copy_(values)
+            for name, tensor in seen.states.items():
+                self.front.states[name].copy_(tensor / self.front.units[name])
 
     @property
     def num_link_tokens(self) -> int:
@@ -128,7 +140,8 @@ class LinkTokensForCausalLM(AdapterModel, GenerationMixin):
 
         A document's tokens see the link tokens and their document, all other tokens everything in front of them.
         Positions are those of the linked prompt. It is what method ``linktokens`` computes, with gradients, but for the
-        first token of a prompt that begins with a document: here it is compiled, there recomputed.
+        first token of a prompt that begins with a document: here it is compiled, there recomputed. Rows of a hybrid are
+        compiled and linked one by one, and have logits behind their last document alone.
 
         Args:
             input_ids: [B, T]; link tokens aren't among them.
@@ -141,7 +154,10 @@ class LinkTokensForCausalLM(AdapterModel, GenerationMixin):
         """
         if segments is None or input_ids is None:
             return self.backbone(input_ids=input_ids, attention_mask=attention_mask, **kwargs)
+        if is_hybrid(self.backbone):
+            return self._linked_states(input_ids, segments, linked)
         support = self.trainable_support()
+        assert isinstance(support, LinkSupport)
         assert support.masks is not None
         cache, inner = None, 0
         if linked:
@@ -184,9 +200,52 @@ class LinkTokensForCausalLM(AdapterModel, GenerationMixin):
             **{cache_argument(self.backbone): cache},
         )
 
-    def trainable_support(self) -> LinkSupport:
-        """How the backbone is linked in whole rows. Raises ValueError where it can't be; the message says why."""
+    def _linked_states(self, input_ids: Tensor, segments: Tensor, linked: bool) -> Any:
+        """`forward` for hybrids, whose states no mask keeps apart: what `hypic` compiles and links, with gradients."""
+        backbone, rows = self.backbone, list[Tensor]()
+        support = find_hybrid_support(backbone)
+        begun = partial(self.front.cache, backbone, support)
+        for ids, numbers in zip(input_ids.tolist(), segments.tolist(), strict=True):
+            picaches, fresh, end = list[HybridPICache](), [list[int]()], 0
+            for number, run_of in groupby(range(len(ids)), numbers.__getitem__):
+                places = list(run_of)
+                tokens = [ids[place] for place in places]
+                if number == FRESH:
+                    fresh[-1] += tokens
+                    end = places[-1] + 1
+                elif linked and number != PADDING:
+                    picaches.append(
+                        compile_segment(
+                            backbone, support, "", tokens, seams=support.seams(HYBRID_SEAM),
+                            front=[self.placeholder_id] * self.num_link_tokens, begun=begun,
+                        )
+                    )  # fmt: skip
+                    fresh.append([])
+            tail = fresh.pop()
+            before = link_segments(backbone, support, picaches, [*fresh, tail[:1]])  # all but that one
+            cache = new_cache(backbone) if before.cache is None else before.cache
+            hidden = run(backbone, tail, cache, len(before.token_ids) - 1)
+            assert hidden is not None
+            rows.append(nn.functional.pad(hidden, (0, 0, end - len(tail), len(ids) - end)))
+        # all of them, as DDP wants it: what the last layer starts from has no part in keys, values and states
+        states = torch.stack(rows) + 0 * sum(parameter.sum() for parameter in self.front.parameters())
+
+        def instead(module: nn.Module, args: Any, output: Any) -> Any:
+            output["last_hidden_state"] = states
+            return output
+
+        # logits by the model's own head, whatever it does to them, behind a pass whose result isn't used
+        handle = decoder_of(backbone).register_forward_hook(instead)
         try:
+            return backbone(input_ids=input_ids[:1, :1], use_cache=False)
+        finally:
+            handle.remove()
+
+    def trainable_support(self) -> LinkSupport | HybridSupport:
+        """How the backbone is linked in training. Raises ValueError where it can't be; the message says why."""
+        try:
+            if is_hybrid(self.backbone):
+                return find_hybrid_support(self.backbone)
             support = find_support(self.backbone)
             if support.masks is None:
                 raise UnmovableError("it takes no mask by position")

@@ -66,6 +66,7 @@ class Method(ABC):
         compile_name: what `compile` makes, for methods that share it; the method's own name by default.
         unquantizable: why its PICaches can't be kept in eight bits; empty where they can.
         keeps_tokens_only: `compile` computes nothing, so there is nothing to do in parallel.
+        on_hybrids: the method that stands for it on hybrid models, behind the same front; empty where none does.
         spec: how the instance was made, if by `comb.methods.create`.
 
     A subclass implements `compile`, `fingerprint`, and either `link_row` or `link_batch`; with the latter the engine
@@ -78,6 +79,7 @@ class Method(ABC):
     compile_name: ClassVar[str] = ""
     unquantizable: ClassVar[str] = ""
     keeps_tokens_only: ClassVar[bool] = False
+    on_hybrids: ClassVar[str] = ""
     spec: MethodSpec | None = None
 
     def __init__(self, model: Any, **parameters: Any) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 from typing import Any, ClassVar, get_args
 
 import torch
@@ -42,7 +43,7 @@ class Hypic(TakesFront):
             turned to their places) | ``addition`` (nor are transitions applied).
         compose: False leaves out transitions alone, in any mode: states are added up.
         storage: dtype of states and dense transitions, ``float32`` or the compact ``float16``.
-        front: tokens (`TakesFront`); needs a seam, in which the prompt's first document gets its own beginning.
+        front: `TakesFront`; needs a seam, in which the prompt's first document gets its own beginning.
 
     Source: HYPIC sec. 4.2, eq. 6 to 8, and sec. 4.3.
 
@@ -75,9 +76,9 @@ class Hypic(TakesFront):
             raise ValueError(f"{self.name}:compose is true or false, got {compose!r}")
         TokenCount().check(f"{self.name}:w", w)
         self.mode, self.compose, self.storage = mode, compose, storage
-        self.seams = (max(w, self.support.kernel - 1), w) if mode == "seam" else (0, 0)
-        if isinstance(self.front, TrainedFront):
-            raise ValueError(f"{self.name}:front is tokens: what adapters learn has no states of linear layers")
+        self.seams = self.support.seams(w) if mode == "seam" else (0, 0)
+        if isinstance(self.front, TrainedFront) and self.support.step is not None:
+            raise ValueError(f"{self.name}:front is tokens with this model: its scans can't start from a state")
         if self.front.token_ids and not self.seams[0]:
             raise ValueError(
                 f"{self.name}:front needs a seam at the start of each document (w of 1 or more, mode=seam): a "
@@ -115,12 +116,14 @@ class Hypic(TakesFront):
             ValueError: for an empty or over-long segment, or when the backbone computes NaN or infinity.
         """
         self.check_segments(segments)
-        fingerprint, support = self.fingerprint, self.support
+        fingerprint, support, begun = self.fingerprint, self.support, None
+        if isinstance(self.front, TrainedFront):
+            begun = partial(self.front.learned.cache, self.backbone, support)
         with exclusive(self.backbone):
             return [
                 compile_segment(
                     self.backbone, support, fingerprint, ids, seams=self.seams,
-                    front=self.front.token_ids, dtype=_STORAGE[self.storage],
+                    front=self.front.token_ids, begun=begun, dtype=_STORAGE[self.storage],
                 )
                 for ids in segments
             ]  # fmt: skip

@@ -21,6 +21,7 @@ class Naive(Linked):
     """
 
     rule = NOTHING
+    on_hybrids = "hypic"
 
 
 @register("legolink-0")
@@ -44,6 +45,7 @@ class Primed(Linked):
 
     rule = Rule.of(legolink, k=0)
     default_front = "prose"
+    on_hybrids = "hypic"
 
 
 @register("linktokens")

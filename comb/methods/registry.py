@@ -7,8 +7,10 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any, TypeVar
 
+from comb.backbones.identity import backbone_of
 from comb.cache.picache import PICache
 from comb.cache.quantization import QuantizedPICache, check_scheme, quantize_picache
+from comb.hybrid.caches import is_hybrid
 from comb.methods.base import LinkRequest, Method, MethodSpec
 from comb.methods.decode_state import DecodeState, PastState
 from comb.registry import Registry
@@ -105,7 +107,11 @@ def create(spec: str, model: Any, **options: Any) -> Method:
     options = {**parameters, **options}
     made_as = MethodSpec(name, dict(options))
     scheme = options.pop("quantize", None)
-    method = get(name)(model, **options)
+    cls = get(name)
+    if cls.on_hybrids and is_hybrid(backbone_of(model)):
+        options = {"front": getattr(cls, "default_front", "none"), **options}
+        cls = get(cls.on_hybrids)
+    method = cls(model, **options)
     if scheme not in (None, False, "none"):
         method = Quantized(method, scheme)  # type: ignore[assignment]  # registered as one
     method.spec = made_as

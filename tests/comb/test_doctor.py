@@ -28,7 +28,7 @@ from tests.helpers.chunks import passage
 from tests.helpers.families import FAMILIES, LINK_FAMILIES, STATE_FAMILIES, tiny
 
 EVERY_FAMILY = sorted(FAMILIES | LINK_FAMILIES | STATE_FAMILIES)
-STATES = {"hypic", "addition", "prefix", "full"}
+STATES = {"hypic", "addition", "prefix", "full", "naive", "primed", "legolink-0"}
 # what is usable where that isn't all the methods for softmax attention, and why linking is refused
 ONLY = {
     **dict.fromkeys(("qwen3_next", "bamba", "falcon_h1", "lfm2", "mamba", "mamba2", "falcon_mamba", "bailing_hybrid"),

@@ -21,6 +21,7 @@ from comb.documents.document import PromptBuilder
 from comb.engine.engine import PICEngine, Request, UnknownDocumentError
 from comb.engine.report import format_bytes
 from comb.methods import MethodSpec
+from tests.helpers.families import tiny
 from tests.helpers.hybrids import text_model
 from tests.helpers.stores import check_store
 from tests.helpers.tiny_engine import (
@@ -506,7 +507,11 @@ def test_the_default_method_is_primed_where_it_can_be(tokenizer: Any, caplog: py
     assert PICEngine(wide, tokenizer, k=3).method.spec == MethodSpec("primed", more)
     assert PICEngine(make_comb(), tokenizer).method.name == "comb"
     assert not caplog.records
-    engine = PICEngine(text_model("qwen3_5")[0], tokenizer)
+    engine = PICEngine(text_model("qwen3_5")[0], tokenizer)  # on hybrids hypic, behind the same passage
+    assert engine.method.name == "hypic"
+    assert engine.method.compiled_behind == PICEngine(wide, tokenizer).method.compiled_behind
+    assert "documents stand in the prompt" not in caplog.text
+    engine = PICEngine(tiny("gpt2", vocab_size=len(tokenizer)), tokenizer)
     assert engine.ask(QUESTION, [LAKE], max_new_tokens=1).report.method == "full"
     assert "documents stand in the prompt" in caplog.text
 

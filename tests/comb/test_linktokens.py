@@ -21,6 +21,7 @@ from comb.methods.decode_state import DecodeState
 from comb.model.source import ModelSource
 from tests.helpers.byte_text import byte_tokenizer
 from tests.helpers.families import tiny
+from tests.helpers.hybrids import HYBRIDS, tiny_hybrid
 
 LINK = [40, 41, 42]
 PREFIX, GAPS, QUERY, ANSWER = [1, 5], [[60], []], [7, 8, 9], [50, 51]
@@ -77,6 +78,56 @@ def test_rows_in_training_are_what_is_linked(family: str) -> None:
     gradients = {name: parameter.grad for name, parameter in model.named_parameters() if parameter.grad is not None}
     assert {name.partition(".")[0] for name in gradients} == {"front"}
     assert all(float(gradient.abs().sum()) > 0 for gradient in gradients.values())
+
+
+@pytest.mark.parametrize("family", [name for name in HYBRIDS if name not in ("jamba", "mamba", "falcon_mamba")])
+def test_hybrids_begin_documents_with_learned_states(family: str, tmp_path: Path) -> None:
+    """As untrained link tokens they are the tokens that they start as; trained is what is linked, and saved."""
+    model = LinkTokensForCausalLM.from_backbone(tiny_hybrid(family), token_ids=LINK)
+    documents, prefix, gap = [list(range(20, 50)), list(range(60, 84))], [1, 5], [9]
+
+    def linked(spec: str, on: Any = model, **options: Any) -> torch.Tensor:
+        method = methods.create(spec, on, **options)
+        prompt = method.link(method.compile(documents), QUERY, prefix_ids=prefix, gaps=[gap])
+        return prompt.answer_logits(ANSWER)
+
+    def close(one: torch.Tensor, other: torch.Tensor) -> bool:
+        return torch.allclose(one, other, rtol=1e-4, atol=1e-4)
+
+    learned = linked("linktokens")
+    assert close(learned, linked("hypic:8", front=LINK))
+    assert not close(learned, linked("hypic:8"))
+
+    tokens = [*prefix, *documents[0], *gap, *documents[1], *QUERY, *ANSWER]
+    numbers = [0] * 2 + [1] * 30 + [0] + [2] * 24 + [0] * 5
+    ids, segments = torch.tensor([[*tokens, 0], [5, *tokens]]), torch.tensor([[*numbers, -1], [0, *numbers]])
+    logits = model(ids, segments=segments).logits
+    last = len(tokens) - 3
+    assert close(logits[0, last : last + 2], learned)
+    bare = model(ids, segments=segments, linked=False).logits[0, last : last + 2]
+    assert close(bare, model(torch.tensor([prefix + gap + QUERY + ANSWER])).logits[0, -3:-1])
+    logits[0, last : last + 2].square().sum().backward()
+    gradients = {name: parameter.grad for name, parameter in model.named_parameters() if parameter.grad is not None}
+    assert gradients.keys() == {name for name, _ in model.named_parameters() if name.startswith("front.")}
+    assert any(float(gradient.abs().sum()) > 0 for name, gradient in gradients.items() if "states" in name)
+
+    with torch.no_grad():  # against differences, over everything that is learned
+        steps = {name: torch.randn_like(gradient) for name, gradient in gradients.items()}
+        around = []
+        for sign in (1, -2):
+            for name, parameter in model.front.named_parameters():
+                parameter += sign * 1e-3 * steps[f"front.{name}"]
+            around.append(model(ids[:1], segments=segments[:1]).logits[0, last : last + 2].double().square().sum())
+        expected = sum(float((steps[name] * gradient).sum()) for name, gradient in gradients.items())
+        assert float(around[0] - around[1]) / 2e-3 == pytest.approx(expected, rel=0.1, abs=0.02)
+        for parameter in model.front.parameters():
+            parameter *= 2
+    moved = linked("linktokens")
+    assert not close(moved, learned)
+    model.save_pretrained(tmp_path)
+    again = LinkTokensForCausalLM.from_pretrained(tmp_path, backbone=model.backbone)
+    assert torch.equal(linked("linktokens", again), moved)
+    assert torch.equal(linked("hypic:8", model.backbone, front=str(tmp_path)), moved)
 
 
 def test_documents_in_any_order() -> None:
@@ -212,9 +263,10 @@ def test_what_has_no_link_tokens_or_can_not_have_them() -> None:
         adapter(num_link_tokens=0)
     with pytest.raises(ValueError, match="expected 3 tokens, one for each link token, got 2"):
         adapter(token_ids=[4, 5])
-    for family, why in {"gpt2": "learned absolute positions", "qwen3_next": "keep a state"}.items():
-        with pytest.raises(UnsupportedBackboneError, match=f"can't be put on this backbone: .*{why}"):
-            adapter(family)
+    with pytest.raises(UnsupportedBackboneError, match=r"can't be put on this backbone: .*learned absolute positions"):
+        adapter("gpt2")
+    with pytest.raises(UnsupportedBackboneError, match="its scans can't start from a state"):
+        LinkTokensForCausalLM.from_backbone(tiny_hybrid("jamba"))
     with pytest.raises(ValueError, match="takes no mask by position"):
         adapter("bloom")(torch.tensor([[5, 6]]), segments=torch.tensor([[1, 0]]))
     with pytest.raises(ValueError, match="at most 252 at once"):

@@ -14,7 +14,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from comb.backbones.loading import HUB_ARGUMENTS, load_config
 from comb.backbones.rotary import front_limit
 from comb.backbones.tokenizer import front_ids, load_tokenizer
-from comb.linktokens.front import LinkTokensConfig, key_values
+from comb.linktokens.front import FrontTensors
 from comb.linktokens.modeling import LinkTokensForCausalLM
 from comb.model.config import CombConfig
 from comb.model.lora import add_lora
@@ -111,8 +111,7 @@ def meta_model(config: Config) -> tuple[Trained, str | None]:
         elif adapter is LinkTokensForCausalLM:
             count = options.get("num_link_tokens")
             count = _front_tokens(config, "prose") if count is None else count
-            shapes = [[len(keys), keys.shape[-1], values.shape[-1]] for keys, values in key_values(backbone, [0])]
-            front = LinkTokensConfig(num_link_tokens=count, layer_shapes=shapes, backbone_config=backbone.config)
+            front = FrontTensors.of(backbone, [0]).config(count, backbone_config=backbone.config)
             model = LinkTokensForCausalLM(front, backbone)
         else:
             shaping = shaping_options(CombForCausalLM, options)

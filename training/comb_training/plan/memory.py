@@ -138,7 +138,8 @@ def served_memory(model: Trained) -> ServedMemory:
 
     if isinstance(model, LinkTokensForCausalLM):
         front = size(model.front)
-        return ServedMemory(front, size(model.backbone) + front, 0, front // model.num_link_tokens)
+        token = size(model.front.keys, model.front.values) // model.num_link_tokens
+        return ServedMemory(front, size(model.backbone) + front, 0, token)
     heads: Any = model.config.encoder_config
     return ServedMemory(
         file=item * sum(parameter.numel() for parameter in model.parameters() if parameter.requires_grad),
