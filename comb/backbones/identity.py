@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import threading
 from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from contextvars import ContextVar
@@ -96,6 +97,9 @@ class _Known:
     """Where a model keeps its identity, the same object among its attributes all the time; a copy has its own."""
 
     identity: Identity | None = None
+
+    def __init__(self) -> None:
+        self.lock = threading.Lock()
 
     def __reduce__(self) -> tuple[Any, ...]:
         return _Known, ()
@@ -196,11 +200,17 @@ def one_walk() -> Iterator[None]:
 
 
 def _look(model: Any, modules: list[torch.nn.Module]) -> Identity:
-    stamp, tensors = _stamp(modules)
+    known = _known(model)
+    with known.lock:  # two threads that each make one would take the other's for a change
+        stamp, tensors = _stamp(modules)
+        if known.identity is None or not known.identity.holds(modules, stamp, tensors):
+            known.identity = Identity(modules, stamp, tensors)
+        return known.identity
+
+
+def _known(model: Any) -> _Known:
     known: _Known = model.__dict__.setdefault(_ATTRIBUTE, _Known())
-    if known.identity is None or not known.identity.holds(modules, stamp, tensors):
-        known.identity = Identity(modules, stamp, tensors)
-    return known.identity
+    return known
 
 
 def _stamp(modules: list[torch.nn.Module]) -> tuple[Any, list[Tensor]]:
@@ -322,7 +332,8 @@ def exclusive(model: Any, *, streams: bool = False) -> Iterator[None]:
         finally:
             walk = _walk.get()
             for known, identity in () if walk is None or streams else walk.identities.values():
-                identity.learn_run_state(modules_now(known))
+                with _known(known).lock:  # nobody looks meanwhile
+                    identity.learn_run_state(modules_now(known))
             _entered.reset(token)
             for module in training:
                 module.training = True

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import copy
+import time
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -272,3 +274,14 @@ def test_one_walk_lasts_for_one_call_and_compiling_looks_again() -> None:
             assert identity_of(model) is not known
         assert identity_of(model) is known
     assert identity_of(model) is not known
+
+
+def test_threads_that_look_first_at_once_find_one_model(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Slow(identity.Identity):
+        def __init__(self, *facts: Any) -> None:
+            time.sleep(0.05)
+            super().__init__(*facts)
+
+    monkeypatch.setattr(identity, "Identity", Slow)
+    with ThreadPoolExecutor(3) as threads:
+        assert len(set(threads.map(identity_of, [tiny("llama")] * 3))) == 1
