@@ -76,7 +76,7 @@ def run_checks(model: CombForCausalLM) -> list[Check]:
     query = torch.randint(1, model.info.vocab_size, (2, 7), generator=generator).to(model.device)
     counts = (min(count, model.max_document_tokens) for count in (11, 5, 8))
     segments = [torch.randint(1, model.info.vocab_size, (count,), generator=generator).tolist() for count in counts]
-    tolerance = tolerance_for(model.backbone.dtype)
+    tolerance = max(map(tolerance_for, (model.backbone.dtype, next(model.encoder.parameters()).dtype)))
 
     def round_trip(picache: CrossPICache) -> CrossPICache:
         key = content_key([0], fingerprint=picache.fingerprint, method="doctor", dtype=str(picache.keys.dtype))
