@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from transformers.cache_utils import DynamicCache
 
 from comb.backbones.adapter import AdapterConfig, check_fingerprint, check_types
+from comb.backbones.damage import explained
 from comb.backbones.discovery import start_token_id
 from comb.backbones.forward import cache_argument, count_in, decoder_of, empty_cache_of
 from comb.backbones.identity import identity_of, settings_of
@@ -174,10 +175,11 @@ def published_front(name_or_path: str | Path, backbone: Any = None) -> tuple[Lea
     config: Any = load_config(name_or_path)
     if not isinstance(config, LinkTokensConfig):
         raise ValueError(f"{name_or_path} is no adapter of link tokens, its model_type is {config.model_type!r}")
-    if backbone is not None and config.backbone_fingerprint is not None:
-        check_fingerprint(backbone, config.backbone_fingerprint, config.backbone_name_or_path)
-    front = LearnedFront(config)
-    load_adapter(nn.ModuleDict({"front": front}), read_weights(name_or_path), name_or_path)
-    if backbone is not None:
-        front.to(device=backbone.get_input_embeddings().weight.device)
+    with explained(name_or_path):
+        if backbone is not None and config.backbone_fingerprint is not None:
+            check_fingerprint(backbone, config.backbone_fingerprint, config.backbone_name_or_path)
+        front = LearnedFront(config)
+        load_adapter(nn.ModuleDict({"front": front}), read_weights(name_or_path), name_or_path)
+        if backbone is not None:
+            front.to(device=backbone.get_input_embeddings().weight.device)
     return front.requires_grad_(False), config

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import logging
 from pathlib import Path
 from typing import Any
@@ -172,6 +173,10 @@ def test_a_front_that_is_no_adapters_or_anothers_is_refused(tmp_path: Path) -> N
             methods.create("naive", model, front=str(tmp_path / front))
         with pytest.raises(ValueError, match=r".+"):
             methods.create("hypic", model, front=str(tmp_path / front))
+    config = tmp_path / "links" / "config.json"
+    config.write_text(json.dumps(json.loads(config.read_text()) | {"backbone_fingerprint": {}}))
+    with pytest.raises(ValueError, match=r"links can't be loaded \(KeyError: 'embedding_shape'\): see its config.json"):
+        methods.create("naive", tiny("llama", std=0.15), front=str(tmp_path / "links"))
 
 
 def test_without_documents_it_is_the_backbone_to_the_bit() -> None:
