@@ -33,7 +33,10 @@ def read_weights(name_or_path: str | Path, **hub: Any) -> dict[str, Tensor]:
             raise OSError(f"{place!r} holds neither {WEIGHTS} nor {WEIGHTS_INDEX}: not an adapter checkpoint")
         weights: dict[str, Tensor] = {}
         for shard in sorted(set(read_json(index)["weight_map"].values())):
-            weights.update(load_file(str(cached_file(place, shard, **hub))))
+            found = load_file(str(cached_file(place, shard, **hub)))
+            if twice := sorted(weights.keys() & found.keys()):
+                raise OSError(f"{place!r} has {twice[0]} in {shard} and before: of two checkpoints; download it again")
+            weights.update(found)
         return weights
 
 
@@ -41,10 +44,12 @@ def load_adapter(model: nn.Module, weights: Mapping[str, Tensor], source: str | 
     """Makes `weights` the trained parameters of `model`. Returns the dtype they were saved in.
 
     Raises:
-        ValueError: if weights are missing, have other shapes, are not finite, or aren't in `model`.
+        ValueError: if weights are missing, have other shapes, are no floats or not finite, or aren't in `model`.
     """
     own = check_fits(model, weights, source)
     for name in own:
+        if not (dtype := weights[name].dtype).is_floating_point or dtype.itemsize == 1:
+            raise ValueError(f"adapter weight {name} is {dtype}: save it in 16 bits or more, no adapter is quantised")
         if not bool(torch.isfinite(weights[name]).all()):
             raise ValueError(
                 f"adapter weight {name} holds NaN or infinity: the checkpoint is damaged or training diverged"

@@ -116,6 +116,16 @@ def test_nothing_of_the_adapter_before_stays_in_its_folder(saved: Path, shards: 
     assert AutoTokenizer.from_pretrained(folder).get_vocab() == tokenizer.get_vocab()
 
 
+def test_shards_of_two_checkpoints_are_refused(saved: Path) -> None:
+    model, folder = CombForCausalLM.from_pretrained(saved / "adapter"), saved / "sharded"
+    model.save_pretrained(folder, max_shard_size="40KB")
+    first, second = sorted(folder.glob("model-*.safetensors"))[:2]
+    name, weight = next(iter(load_file(first).items()))
+    save_file(load_file(second) | {name: weight + 1}, second, metadata={"format": "pt"})
+    with pytest.raises(OSError, match=re.escape(f"has {name} in {second.name} and before")):
+        CombForCausalLM.from_pretrained(folder)
+
+
 def test_a_model_s_folder_is_not_written_over(saved: Path) -> None:
     model = CombForCausalLM.from_pretrained(saved / "adapter")
     before = {path.name: path.read_bytes() for path in (saved / "backbone").iterdir()}
@@ -209,8 +219,11 @@ def test_another_backbone_or_none_is_refused(saved: Path) -> None:
         ("encoder.layers.1.mlp.up_proj.weight", lambda w: w.index_fill(0, torch.tensor([3]), torch.nan), " holds NaN"),
         ("cross_blocks.0.mlp_gate", None, r"lacks 1 weights, among them \['cross_blocks.0.mlp_gate'\]"),
         ("cross_blocks.0.mlp_gate", lambda w: w.repeat(2), r" has shape \(2,\), its configuration says \(1,\)"),
+        ("cross_blocks.0.mlp_gate", lambda w: w.to(torch.int64), " is torch.int64: save it in 16 bits or more"),
+        ("cross_blocks.0.mlp_gate", lambda w: w.to(torch.complex64), " is torch.complex64: save it"),
+        ("cross_blocks.0.mlp_gate", lambda w: w.to(torch.float8_e4m3fn), " is torch.float8_e4m3fn: save it"),
     ],
-    ids=["NaN", "missing", "misshapen"],
+    ids=["NaN", "missing", "misshapen", "int64", "complex", "8 bits"],
 )
 def test_damaged_weights_are_refused(saved: Path, name: str, change: Any, message: str) -> None:
     path = saved / "adapter" / "model.safetensors"
