@@ -100,11 +100,11 @@ class PICEngine(AnswerSteps):
         check_tokenizer(model, tokenizer)
         self.store = default_store(model) if store is None else store  # in front, as it says why nothing is pickled
         super().__init__()
+        self.model, self.tokenizer, self.salt, self.encoder_enabled = model, tokenizer, salt, encoder_enabled
         self.method = make_method(method, model, tokenizer, parameters)
         self.prompt_builder = PromptBuilder(tokenizer) if prompt_builder is None else prompt_builder
         self.splitter = splitting.create(splitter)
         self.mac = MacConfig.parse(mac) if isinstance(mac, str) else mac
-        self.model, self.tokenizer, self.salt, self.encoder_enabled = model, tokenizer, salt, encoder_enabled
         self.catalog = DocumentCatalog(self.store)
         self._plain = methods.create("full", model)
         rotary_embeddings(self.method.backbone)  # which costs a pass that belongs to no question
@@ -126,6 +126,18 @@ class PICEngine(AnswerSteps):
             except BaseException:
                 self.executor.close()
                 raise
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        """Settings are set at any time, as they are given; not what the prompt builder or the catalog is made with."""
+        if name in ("model", "tokenizer", "store") and name in vars(self):
+            raise AttributeError(f"an engine's {name} can't be set anew: make another PICEngine")
+        if name == "method":
+            value = make_method(value, self.model, self.tokenizer, {})
+        elif name == "splitter":
+            value = splitting.create(value)
+        elif name == "mac" and isinstance(value, str):
+            value = MacConfig.parse(value)
+        super().__setattr__(name, value)
 
     @classmethod
     def from_pretrained(

@@ -307,6 +307,23 @@ def test_remembered_tokens_follow_what_they_were_made_with(backbone: LlamaForCau
     assert again == PromptBuilder(tokenizer).segment(LAKE) != first[0].token_ids
 
 
+def test_settings_set_anew_are_those_of_a_new_engine(backbone: LlamaForCausalLM) -> None:
+    engine = PICEngine(backbone, make_tokenizer(), method="naive")
+    settings = {"method": "cacheblend:0.5", "splitter": "fixed:5", "mac": "generation"}
+    for name, value in settings.items():
+        setattr(engine, name, value)
+    new = PICEngine(backbone, engine.tokenizer, **settings)
+    one, other = (each.ask(QUESTION, [LAKE], max_new_tokens=NEW) for each in (engine, new))
+    assert one.token_ids == other.token_ids
+    assert (one.report.documents[0].tokens, engine.mac) == (other.report.documents[0].tokens, new.mac)
+    assert len(engine.segments_of([LAKE])) == 5
+    with pytest.raises(ValueError, match="for another model"):
+        engine.method = methods.create("naive", make_backbone())
+    for name in ("model", "tokenizer", "store"):  # a prompt builder or a catalog would be left with the other
+        with pytest.raises(AttributeError, match=f"engine's {name} can't be set anew: make another PICEngine"):
+            setattr(engine, name, None)
+
+
 def test_an_id_stands_for_one_text_and_a_text_may_have_two(engine: PICEngine) -> None:
     engine.add_documents([Document(LAKE, id="a"), Document(LAKE, id="b")], pin=True)
     engine.remove_documents(["a"])
