@@ -135,6 +135,21 @@ def test_own_rows_are_called_by_their_file_and_plots_are_shown(adapter: Path) ->
     assert "](results.png)" in text
 
 
+def test_a_name_is_one_piece_of_code_whatever_is_in_it(adapter: Path) -> None:
+    data = {"dataset": "a`b](x) <i>|\r\n.jsonl"}
+    argv = ["comb", "train", "data=a`b"]
+    (adapter / "training.json").write_text(json.dumps({"argv": argv, "config": {"data": data}}))
+    (adapter / "results 1.json").write_text(json.dumps({"argv": argv, "config": {"data": data}, "results": [ROW]}))
+    (adapter / "results 1.png").touch()
+    edit(adapter / "config.json", "owner/backbone", "/data/back`bone")
+    refresh_card(adapter)
+    text = ModelCard.load(adapter / "README.md").text
+    assert r"| data | `` a`b](x) <i>\|\r\n.jsonl `` (not on the Hub) |" in text
+    assert r"`` a`b](x) <i>|\r\n.jsonl `` (`` comb train 'data=a`b' ``):" in text
+    assert "| backbone | `` back`bone `` (" in text
+    assert "](results%201.png)" in text
+
+
 def test_known_names_have_licences_languages_and_a_base_model(adapter: Path) -> None:
     path = adapter / "config.json"
     path.write_text(json.dumps({**json.loads(path.read_text()), "backbone_name_or_path": "smollm2-135m"}))
