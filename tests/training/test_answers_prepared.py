@@ -99,6 +99,11 @@ def test_prompts_that_a_divergence_has_no_positions_for_are_left_out(tmp_path: P
     assert 0 < result.record["heldout"]["examples"] < 12
 
 
+def test_an_answer_longer_than_the_backbones_positions_is_refused_by_its_key(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=r"train.answer_max_new_tokens=2048 must be below the backbone's 2048 pos"):
+        prepare(config(tmp_path, answer_max_new_tokens=2048))
+
+
 def test_the_engine_is_chosen_by_what_is_installed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert "one of auto, transformers, vllm" in str(answers(tmp_path, "--engine", "tensorrt").exception)
     assert "the engine is transformers" in str(answers(tmp_path, "--engine", "transformers", "--vllm", "x=1").exception)

@@ -32,13 +32,15 @@ def _items(value: Any) -> Any:
     return value if value is None or isinstance(value, tuple) else tuple(value) if isinstance(value, list) else (value,)
 
 
-Number = Annotated[float, Field(strict=True, allow_inf_nan=False), BeforeValidator(_number)]
+# beyond these bounds float32 overflows, and lists of so many don't end
+Number = Annotated[float, Field(strict=True, allow_inf_nan=False, lt=1e9), BeforeValidator(_number)]
 Positive = Annotated[Number, Field(gt=0)]
 NotNegative = Annotated[Number, Field(ge=0)]
 Share = Annotated[Number, Field(ge=0, lt=1)]
-AboveZero = Annotated[StrictInt, Field(gt=0)]
-AtLeastZero = Annotated[StrictInt, Field(ge=0)]
-AtLeastOne = Annotated[StrictInt, Field(ge=1)]
+AboveZero = Annotated[StrictInt, Field(gt=0, lt=2**31)]
+AtLeastZero = Annotated[StrictInt, Field(ge=0, lt=2**31)]
+AtLeastOne = Annotated[StrictInt, Field(ge=1, lt=2**31)]
+Few = Annotated[StrictInt, Field(ge=1, lt=2**10)]
 Items = Annotated[tuple[T, ...], BeforeValidator(_items)]
 Options = dict[str, Any]
 
@@ -130,7 +132,7 @@ class DataConfig:
     """Several sets instead of one `dataset`, each with a weight, or by its name alone."""
     epoch_examples: AtLeastOne | None = None
     """Examples of an epoch of the mixture; null: as many as `max_repeats` allows."""
-    max_repeats: Annotated[Number, Field(ge=1)] = 1.0
+    max_repeats: Annotated[Number, Field(ge=1, lt=1000)] = 1.0
     """How often an epoch of the mixture holds each example of a set at most, in the mean over the set. The set that
     runs out first decides how long the epoch is."""
     num_documents: AtLeastOne | None = None
@@ -302,7 +304,7 @@ class ModelConfig:
 
     backbone: str = "nano"
     """Hub id, folder, or registered name of the frozen backbone."""
-    num_encoder_layers: AtLeastOne | None = None
+    num_encoder_layers: Few | None = None
     """Layers of the encoder; null: 8 (the paper)."""
     cross_attention_layers: Items[StrictInt] | None = None
     """Backbone layers with a cross block in front of them; null: evenly spread, one per encoder layer."""
@@ -314,7 +316,7 @@ class ModelConfig:
     """auto: a GPU where there is one. (CUDA_VISIBLE_DEVICES chooses among several.)"""
     init_from: str | None = None
     """An adapter folder to go on from, instead of a fresh encoder."""
-    cpu_threads: AtLeastOne | None = None
+    cpu_threads: Few | None = None
     """Threads of torch on a CPU; null is torch's default. Tiny models are fastest with one: more only wait."""
     options: Options = Field(default_factory=dict)
     """More keyword arguments of `CombForCausalLM.from_backbone`, or `LinkTokensForCausalLM.from_backbone`."""

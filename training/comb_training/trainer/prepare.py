@@ -107,5 +107,9 @@ def fitting_of(config: Config, model: Any, split: str) -> Fitting:
 
 def prompt_limit(backbone: Any, max_new_tokens: int, max_prompt_tokens: int | None) -> int:
     """Tokens of the longest prompt that is answered: the backbone's positions have to hold the answer, too."""
-    limit: int = inspect_backbone(backbone).max_position_embeddings - max_new_tokens
+    positions = inspect_backbone(backbone).max_position_embeddings
+    if (limit := positions - max_new_tokens) < 1:
+        raise ValueError(
+            f"train.answer_max_new_tokens={max_new_tokens} must be below the backbone's {positions} positions"
+        )
     return limit if max_prompt_tokens is None else min(limit, max_prompt_tokens)
