@@ -87,6 +87,8 @@ def _explanation(error: Exception, place: str, folder: Path | None, tokenizer: b
         return OSError(f"no model {place!r}: there is no such folder, and as a Hub id it can't be read: {said}")
     if folder is None:
         return (ValueError if isinstance(error, ValueError) else OSError)(f"{what} can't be loaded {why}")
+    if "not available yet" in said:  # transformers' words for a quantiser that it can't load by (HQQ)
+        return ValueError(f"{what} can't be loaded {why}: upgrade transformers, or choose another quantization")
     remedy = f"see its config.json and generation_config.json, and the options that were given, or {_AGAIN}"
     if tokenizer:
         remedy = f"see tokenizer_config.json and what is beside it, or {_AGAIN}"

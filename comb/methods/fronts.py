@@ -85,7 +85,7 @@ class TakesFront(Method):
         except UnmovableError as reason:
             raise ValueError(
                 f"method {self.name!r} can't be used with this model: {reason}; use method='full', or 'comb' with a "
-                "trained encoder"
+                "trained encoder where the model can take one"
             ) from reason
         self.front = front_of(self.default_front if front is None else front, model, self.name)
 

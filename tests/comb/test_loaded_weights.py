@@ -328,6 +328,9 @@ def test_what_a_quantiser_lacks_is_no_damage(folder: Path, monkeypatch: pytest.M
     monkeypatch.setattr(Rounding, "get_quantize_ops", lambda _: Lacking())
     with pytest.raises(ValueError, match=r"model can't be quantised \(Requires mslk >= 1\.0\.0\): mend that"):
         load_model(str(folder), quantization_config=KINDS["rounded"])
+    monkeypatch.setattr(Rounding, "get_quantize_ops", HfQuantizer.get_quantize_ops)  # as HQQ's
+    with pytest.raises(ValueError, match=r"not available yet .*: upgrade transformers, or choose another quantization"):
+        load_model(str(folder), quantization_config=KINDS["rounded"])
 
 
 class Wrapped(torch.Tensor):
