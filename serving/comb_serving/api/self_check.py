@@ -58,11 +58,11 @@ async def check_start(
         front = list(layout.front)
         seams = sum(layout.seams(method)) if method.states else 0
         room = layout.num_blocks // 2 * layout.block_size - layout.state_rows
-        half = min(room, (most - len(front) - 2 * _QUERY) // 2)
+        half = min(room, (most - 2 * _QUERY) // 2)  # of what the front leaves
         if half < 2 + seams:
             raise RuntimeError(
                 f"there is no room to try linking two documents: the pool has {layout.num_blocks} blocks of "
-                f"{layout.block_size} tokens, and a prompt at most {most + 1} tokens"
+                f"{layout.block_size} tokens, and a document at most {most}: raise --comb-pool-bytes or --max-model-len"
             )
         lengths = [min(_DOCUMENT + seams, half), seams or min(_DOCUMENT, half) - 1]
     else:
