@@ -189,10 +189,10 @@ def test_no_ratio_is_printed_over_a_failing_check(monkeypatch: pytest.MonkeyPatc
 
 def test_a_random_hybrid_is_measured() -> None:
     model = random_model(layers=4, hidden=32, heads=2, kv_heads=1, vocab=64, positions=128, hybrid=True)
-    specs = ["full", "prefix", "hypic:4", "addition", "naive"]
+    specs = ["full", "prefix", "hypic:4", "addition", "legolink"]
     measured = measure_context_length(model, specs, [60], (20, 6), repeats=1, seed=0)
     found = {row["method"]: row for row in measured}
-    assert {name for name, row in found.items() if row["refused"]} == {"naive"}
+    assert {name for name, row in found.items() if row["refused"]} == {"legolink"}
     assert (found["hypic:4"]["recomputed_tokens"], found["addition"]["recomputed_tokens"]) == (24, 0)
     assert (found["hypic:4"]["computed_tokens"], found["addition"]["computed_tokens"]) == (24 + 6, 6)
     assert {"compose", "recompute"} <= set(found["hypic:4"]["stages_s"])
