@@ -9,9 +9,9 @@ from typing import Any, ClassVar, get_args
 import torch
 
 from comb.backbones.forward import counted_passes
-from comb.backbones.identity import exclusive
+from comb.backbones.identity import exclusive, identity_of
 from comb.cache.picache import PICache
-from comb.hybrid.caches import is_hybrid
+from comb.hybrid.caches import is_hybrid, new_cache, run
 from comb.hybrid.compile import compile_segment
 from comb.hybrid.link import Mode, link_segments
 from comb.hybrid.packed import linker_for
@@ -117,9 +117,15 @@ class Hypic(TakesFront):
         """
         self.check_segments(segments)
         fingerprint, support, begun = self.fingerprint, self.support, None
-        if isinstance(self.front, TrainedFront):
-            begun = partial(self.front.learned.cache, self.backbone, support)
         with exclusive(self.backbone):
+            if isinstance(self.front, TrainedFront):
+                begun = partial(self.front.learned.cache, self.backbone, support)
+            elif self.front.token_ids and support.step is None:  # computed once for each state of the weights
+                kept: dict[str, Any] = identity_of(self.backbone).fact(("front's cache", self.front.token_ids), dict)
+                if not kept:  # a pass of this compile's, which is counted
+                    kept["front"] = new_cache(self.backbone)
+                    run(self.backbone, list(self.front.token_ids), kept["front"], 0)
+                begun = partial(fork_cache, kept["front"])
             return [
                 compile_segment(
                     self.backbone, support, fingerprint, ids, seams=self.seams,
