@@ -35,7 +35,7 @@ def configuration(folder: Path, *, model: dict[str, Any] | None = None, **train:
             "steps": 20, "batch_size": 8, "logging_steps": 1, "save_steps": 10, "answers": "gold",
             "output_dir": str(folder / "out"), **train,
         },
-        "eval": {"methods": ["comb"], "limit": 4},
+        "eval": {"methods": [train.get("method", "comb")], "limit": 4},
     }  # fmt: skip
     path = folder / "run.yaml"
     path.write_text(yaml.safe_dump(content))
@@ -131,9 +131,15 @@ def test_killed_and_resumed_is_the_same_run_to_the_bit(tmp_path: Path, stage: in
         assert not any(name.startswith("backbone.") for name in held)
 
 
-def test_two_ranks_train_what_one_does(tmp_path: Path) -> None:
+@pytest.mark.parametrize("method", ["comb", "linktokens"])
+def test_two_ranks_train_what_one_does(tmp_path: Path, method: str) -> None:
     """The ranks have different numbers of target tokens: a mean of their means would be another loss."""
-    settings = {"steps": 6, "save_steps": None, "batch_size": 5, "max_grad_norm": 0.0}
+    settings: dict[str, Any] = {"steps": 6, "save_steps": None, "batch_size": 5, "max_grad_norm": 0.0}
+    if method == "linktokens":
+        settings |= {
+            "method": method,
+            "model": {"num_encoder_layers": None, "cross_attention_layers": None, "options": {}},
+        }
     folders = {name: tmp_path / name for name in ("one", "two")}
     for folder in folders.values():
         folder.mkdir()

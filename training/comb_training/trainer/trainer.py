@@ -156,6 +156,8 @@ class CombTrainer:
         if self._zero3:
             self.model.agree_on_passes = distributed.agree_on_passes
         self._wrapped, self.optimizer = self.accelerator.prepare(self.model, self.optimizer)
+        if self.config.method == "linktokens":  # its backbone counts as another one where it was moved or synchronised
+            self.model.trainable_support()
         if self.sharded:
             settle_engine(self._wrapped, self.model)
         if checkpoint is not None:
