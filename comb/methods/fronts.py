@@ -8,7 +8,8 @@ with a document, its first token is computed again, to be the one sink that it n
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from hashlib import sha256
 from pathlib import Path
 from typing import Any, ClassVar, TypeVar
@@ -21,6 +22,9 @@ from comb.backbones.identity import backbone_of, identity_of, weights_fingerprin
 from comb.backbones.rotary import front_limit
 from comb.backbones.tokenizer import check_front, front_ids, own_tokenizer
 from comb.cache.picache import DecoderPICache, PICache
+from comb.hybrid.caches import new_cache, run
+from comb.hybrid.support import HybridSupport
+from comb.linking.cache import fork_cache
 from comb.linking.passes import compile_tokens
 from comb.linking.positions import UnmovableError
 from comb.methods.base import LinkRequest, Method
@@ -55,6 +59,19 @@ class Front:
             kept["front"] = compile_tokens(backbone, "", self.token_ids)
         return list(kept.values())
 
+    def begun(self, backbone: Any, support: HybridSupport) -> Callable[[], Any] | None:
+        """What makes the cache that a hybrid's document begins with; None where the front runs in one pass with it.
+
+        Computed and called as `compiled` is.
+        """
+        if not self.token_ids or support.step is not None:
+            return None
+        kept: dict[str, Any] = identity_of(backbone).fact(("front's cache", self.token_ids), dict)
+        if not kept:
+            kept["front"] = new_cache(backbone)
+            run(backbone, list(self.token_ids), kept["front"], 0)
+        return partial(fork_cache, kept["front"])
+
 
 class TrainedFront(Front):
     """An adapter's learned keys and values (`comb.linktokens.front.LearnedFront`); `token_ids` are placeholders."""
@@ -71,6 +88,9 @@ class TrainedFront(Front):
         with torch.no_grad():
             keys, values = zip(*self.learned(backbone.dtype), strict=True)
         return [DecoderPICache("", keys, values, torch.tensor(self.token_ids))]
+
+    def begun(self, backbone: Any, support: HybridSupport) -> Callable[[], Any]:
+        return partial(self.learned.cache, backbone, support)
 
 
 class TakesFront(Method):

@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from functools import partial
 from typing import Any, ClassVar, get_args
 
 import torch
 
 from comb.backbones.forward import counted_passes
-from comb.backbones.identity import exclusive, identity_of
+from comb.backbones.identity import exclusive
 from comb.cache.picache import PICache
-from comb.hybrid.caches import is_hybrid, new_cache, run
+from comb.hybrid.caches import is_hybrid
 from comb.hybrid.compile import compile_segment
 from comb.hybrid.link import Mode, link_segments
 from comb.hybrid.packed import linker_for
@@ -116,16 +115,9 @@ class Hypic(TakesFront):
             ValueError: for an empty or over-long segment, or when the backbone computes NaN or infinity.
         """
         self.check_segments(segments)
-        fingerprint, support, begun = self.fingerprint, self.support, None
+        fingerprint, support = self.fingerprint, self.support
         with exclusive(self.backbone):
-            if isinstance(self.front, TrainedFront):
-                begun = partial(self.front.learned.cache, self.backbone, support)
-            elif self.front.token_ids and support.step is None:  # computed once for each state of the weights
-                kept: dict[str, Any] = identity_of(self.backbone).fact(("front's cache", self.front.token_ids), dict)
-                if not kept:  # a pass of this compile's, which is counted
-                    kept["front"] = new_cache(self.backbone)
-                    run(self.backbone, list(self.front.token_ids), kept["front"], 0)
-                begun = partial(fork_cache, kept["front"])
+            begun = self.front.begun(self.backbone, support)
             return [
                 compile_segment(
                     self.backbone, support, fingerprint, ids, seams=self.seams,
