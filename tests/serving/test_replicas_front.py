@@ -13,7 +13,7 @@ from urllib.parse import unquote
 
 import pytest
 
-from comb_serving.api.routes import CHAT, DOCUMENTS, SWITCH
+from comb_serving.api.routes import CHAT, DOCUMENTS, SWITCH, WEIGHTS
 from tests.helpers.fakes import Answer, Client, until
 
 pytest.importorskip("ray.serve")
@@ -25,7 +25,7 @@ class Server:
 
     def __init__(self) -> None:
         self.documents, self.asked, self.texts = set[str](), list[str](), dict[str, str]()
-        self.status, self.encoding = 200, asyncio.Event()
+        self.status, self.weights, self.encoding = 200, "w", asyncio.Event()
         self.encoding.set()
 
     async def answer(self, request: Any) -> Any:
@@ -45,7 +45,7 @@ class Server:
             self.documents.discard(name)
         elif request.path == "/health":
             status = 200
-        return web.json_response({"id": name}, status=status)
+        return web.json_response({"id": name}, status=status, headers={WEIGHTS: self.weights})
 
 
 class Stream:
@@ -117,7 +117,7 @@ async def started(monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Front]:
 
     def registrations_of(_: str) -> Any:
         kept = registrations[-1]
-        return SimpleNamespace(put=remote(kept, "put"), missing=remote(kept, "missing"))
+        return SimpleNamespace(**{name: remote(kept, name) for name in ("put", "missing", "others")})
 
     context = SimpleNamespace(app_name="comb", rank=SimpleNamespace(rank=0))
     monkeypatch.setattr(serve, "get_replica_context", lambda: context)
@@ -266,3 +266,22 @@ async def test_a_route_prefix_is_not_passed_on(monkeypatch: pytest.MonkeyPatch) 
         assert (await front.send("POST", CHAT, {"documents": []}, prefix="/comb")).status == 200
         assert (await front.send("GET", f"{DOCUMENTS}/x%2Fy", prefix="/comb")).status == 200
         assert front.servers[0].asked[-2:] == [f"POST {CHAT}", f"GET {DOCUMENTS}/x%2Fy"]
+
+
+async def test_replicas_of_one_configuration_have_the_same_weights(monkeypatch: pytest.MonkeyPatch) -> None:
+    from comb_serving.replicas import replica
+
+    async with started(monkeypatch) as front:
+        first, second = front.replicas
+        front.servers[1].weights = "other"  # its files were replaced, and it has started again
+        with pytest.raises(RuntimeError, match="adapter has other weights than replica-0 started with: put its files"):
+            await second._check()
+        await first._check()
+        monkeypatch.setattr(replica, "UP_SECONDS", 0.0)  # the first was healthy long ago
+        await second._check()
+        monkeypatch.setattr(replica, "UP_SECONDS", 60.0)
+        with pytest.raises(RuntimeError, match="other weights than replica-1"):
+            await first._check()
+        # those of another configuration take its place with other weights
+        first._config = first._config.model_copy(update={"arguments": ("--dtype", "float32")})
+        await first._check()

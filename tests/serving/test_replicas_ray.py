@@ -19,6 +19,7 @@ from typing import Any
 import pytest
 
 from comb_serving.api.registered import FOLDER
+from comb_serving.api.routes import WEIGHTS
 from comb_serving.launch.server_process import free_port
 
 # Ray Serve gives up on its HTTP proxy after five seconds, less than its processes take to start on a busy machine
@@ -208,6 +209,9 @@ def test_two_real_servers_behind_one_address(plugin: None, nano_adapter: Path) -
         together = answer(texts[:3])
         assert answer(texts[:3]) == (together[0], ["hit"] * 3)
         assert answer(texts[2::-1])[1] == ["hit"] * 3  # in another order at the same place
+        health = [urllib.request.urlopen(f"{address}/health").headers for address in addresses(url).values()]
+        (weights,) = {headers[WEIGHTS] for headers in health}
+        assert weights
         status, made = ask(url, "POST", "/v1/documents", {"text": "Registered.", "id": "r"})
         assert (status, made["state"]) == (200, "encoded")
         assert ask(url, "POST", CHAT, {"model": "nano", "messages": QUESTION, "documents": [{"id": "none"}]})[0] == 404

@@ -41,6 +41,7 @@ class ServerFront:
     encoders: ServedEncoders | None = None  # who fills the pool, where there is one
     reports: ReportReceiver | None = None  # of a plain model's engine, about prompts with documents linked in them
     audit: Audit | None = None  # where requests are to be compared
+    weights: str = ""  # the fingerprint of what documents are compiled with, as soon as it is known
 
     @classmethod
     def start(cls, options: ServeOptions, secret: bytes) -> ServerFront:
@@ -110,7 +111,7 @@ class ServerFront:
             self.preprocessor.no_thinking = await effort_without_thinking(messages)
         while self.encoders is not None:
             try:
-                await self.encoders.identity()
+                self.weights = (await self.encoders.identity()).fingerprint
                 break
             except EncoderError:  # said in the log; tried again there
                 await asyncio.sleep(1)

@@ -151,11 +151,18 @@ class CombMiddleware:
         fault = None if self._front is None else self._front.fault()
         fault = fault or ("it is starting" if self._starting is not None else None)
         fault = SHUTDOWN if self._shutdown is not None else fault
-        if fault is None:
-            await self.app(scope, receive, send)
+        if fault is not None:
+            error = RequestError(503, f"documents can't be read: {fault}")
+            await send_json(scope, send, error.status, error.body)
             return
-        error = RequestError(503, f"documents can't be read: {fault}")
-        await send_json(scope, send, error.status, error.body)
+
+        async def named(message: Message) -> None:
+            if message["type"] == "http.response.start" and self._front is not None:
+                weights = routes.WEIGHTS.encode(), self._front.weights.encode()
+                message = {**message, "headers": [*message["headers"], weights]}
+            await send(message)
+
+        await self.app(scope, receive, named)
 
     # ---- requests ----
 

@@ -18,6 +18,7 @@ RESPONSES, MESSAGES = "/v1/responses", "/v1/messages"
 COHERE = "/cohere/v2/chat"  # goes on as a chat
 COUNT = "/v1/messages/count_tokens"
 DOCUMENTS, SWITCH = "/v1/documents", "/v1/comb"
+WEIGHTS = "x-comb-weights"  # of /health: a name for what documents are compiled with, by which replicas are compared
 GENERATION = (CHAT, COMPLETIONS, RESPONSES, MESSAGES)
 PASSED = {
     "/v1/chat/completions/batch", COUNT, "/invocations", "/generative_scoring", "/tokenize",

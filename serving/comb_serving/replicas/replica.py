@@ -13,6 +13,7 @@ import shlex
 import shutil
 import time
 from collections.abc import AsyncIterator, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
@@ -23,17 +24,19 @@ import aiohttp
 import ray
 from pydantic import BaseModel, ConfigDict, Field, field_validator
 from ray import serve
+from ray.exceptions import RayActorError
 from yarl import URL
 
 from comb_serving.api.http import RequestError
 from comb_serving.api.registered import FOLDER
-from comb_serving.api.routes import DOCUMENTS
+from comb_serving.api.routes import DOCUMENTS, WEIGHTS
 from comb_serving.config.serve_options import ServeOptions, parse_bytes
 from comb_serving.launch.server_process import COMMAND, ServerProcess
 
 logger = logging.getLogger(__name__)
 
 CONNECT_SECONDS, WATCH_SECONDS, RETRY_AFTER_S = 5.0, 0.2, 5
+UP_SECONDS = 10.0  # for so long a replica counts as up that was healthy: Ray asks every second
 # of one hop of a connection, not of the request
 _HOP = {"connection", "keep-alive", "proxy-connection", "te", "trailer", "transfer-encoding", "upgrade", "host"}
 _HOP |= {"content-length"}
@@ -85,9 +88,13 @@ class ReplicasConfig(BaseModel):
 
 
 class Registrations:
-    """Registered documents by their keys. Changes have numbers, so that replicas can ask for what they have missed."""
+    """Registered documents by their keys. Changes have numbers, so that replicas can ask for what they have missed.
+
+    And the weights that replicas serve, as those of one configuration have to have the same.
+    """
 
     def __init__(self) -> None:
+        self._serving: dict[str, tuple[str, str, float]] = {}  # by replica: its configuration, its weights, and when
         self._known: dict[Key, tuple[int, dict[str, Any], float | None]] = {}
         self._changes = time.time_ns()  # an actor in place of a lost one gives no number again
 
@@ -107,6 +114,16 @@ class Registrations:
         bodies = self._bodies().items()
         new = {key: (number, json.dumps(body).encode()) for key, (number, body) in bodies if told.get(key) != number}
         return new, [key for key in told if key not in self._known]
+
+    def others(self, replica: str, config: str, weights: str) -> list[str]:
+        """Replicas of this configuration that are up with other weights; without any, this one is up from now on."""
+        now = time.monotonic()
+        self._serving = {name: one for name, one in self._serving.items() if one[2] > now - UP_SECONDS}
+        before = {name: one for name, one in self._serving.items() if name != replica and one[0] == config}
+        found = sorted(name for name, one in before.items() if one[1] != weights)
+        if not found:
+            self._serving[replica] = config, weights, now
+        return found
 
     def _bodies(self) -> dict[Key, tuple[int, dict[str, Any]]]:
         """With numbers of changes, and the time that is left to them."""
@@ -139,7 +156,7 @@ class CombReplica:
 
     async def __init__(self, config: ReplicasConfig) -> None:  # type: ignore[misc]  # Ray Serve awaits it
         context = serve.get_replica_context()
-        self.name = f"replica-{context.rank.rank}"
+        self.name, self._config = f"replica-{context.rank.rank}", config
         self._catching_up = asyncio.Lock()
         self._application = context.app_name
         self._told: dict[Key, int] = {}
@@ -156,6 +173,7 @@ class CombReplica:
         timeout = aiohttp.ClientTimeout(total=None, sock_connect=CONNECT_SECONDS)
         connector = aiohttp.TCPConnector(limit=0, force_close=True)
         self._session = aiohttp.ClientSession(timeout=timeout, auto_decompress=False, connector=connector)
+        await self._check()
         await self.catch_up()  # before Ray lets requests in
         self._watch = asyncio.create_task(self._end_with_server())
 
@@ -182,11 +200,25 @@ class CombReplica:
         rank = serve.get_replica_context().rank.rank
         if self.name != f"replica-{rank}":  # after others were taken away for good, Ray fills the gap in the ranks
             raise RuntimeError(f"{self.name} must start again as replica-{rank}")
-        status, _, body = await self._whole(RelayedRequest("GET", "/health", {}))
-        if status != 200:
-            raise RuntimeError(f"{self.name} is not healthy: {body[:300]!r}")
+        await self._check()
         if not self._catching_up.locked():  # with what was registered while it started; slow encoding isn't ill health
             self._caught_up = asyncio.create_task(self.catch_up())
+
+    async def _check(self) -> None:
+        """Raises RuntimeError for an unhealthy server, and for one that would answer otherwise than others do."""
+        status, headers, body = await self._whole(RelayedRequest("GET", "/health", {}))
+        if status != 200:
+            raise RuntimeError(f"{self.name} is not healthy: {body[:300]!r}")
+        # without what says nothing of the answers: Ray leaves replicas as they are when only their number changes
+        config, weights = self._config.model_dump_json(exclude={"replicas"}), headers.get(WEIGHTS, "")
+        others = []
+        with suppress(RayActorError):  # lost, and made again where it is asked next
+            others = await registrations_of(self._application).others.remote(self.name, config, weights)
+        if others:
+            raise RuntimeError(
+                f"{self._config.checkpoint} has other weights than {', '.join(others)} started with: put its files "
+                "back, or deploy the new ones from a folder of their own"
+            )
 
     async def answer(self, request: RelayedRequest, **_: Any) -> AsyncIterator[Any]:
         """None as soon as this replica has the request; status and headers; then the body as it comes."""
