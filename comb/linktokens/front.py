@@ -97,13 +97,21 @@ class LearnedFront(nn.Module):
         for number, pair in zip(support.attention, self(backbone.dtype), strict=True):
             cache.update(*(tensor[None] for tensor in pair), number)
         for number, layer in support.linear.items():
-            parts: list[Tensor | None] = []
-            for name, dtype in ((f"columns_{number}", backbone.dtype), (f"state_{number}", layer.dtype)):
-                held = self.states[name] * self.units[name] if name in self.states else None
-                parts.append(None if held is None else held[None].to(dtype))
-            write_state(cache, number, *parts)
+            parts = zip(self.linear(number), (backbone.dtype, layer.dtype), strict=True)
+            write_state(cache, number, *(None if part is None else part[None].to(dtype) for part, dtype in parts))
         count_in(cache, self.length)
         return cache
+
+    def linear(self, number: int) -> tuple[Tensor | None, Tensor | None]:
+        """Of a linear layer, by number of the cache layer: columns [C, kernel] and state behind the link tokens."""
+        names = f"columns_{number}", f"state_{number}"
+        columns, state = (self.states[name] * self.units[name] if name in self.states else None for name in names)
+        return columns, state
+
+    @property
+    def linear_layers(self) -> list[int]:
+        """Numbers of the cache layers that `linear` has something of."""
+        return sorted({int(name.rpartition("_")[2]) for name in getattr(self, "states", {})})
 
     @property
     def length(self) -> int:

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 import transformers as tf
 
-from comb import methods
+from comb import LinkTokensForCausalLM, methods
 from comb_serving.config.instance import read_secret
 from comb_serving.linking.layout import LinkingLayout
 from comb_serving.linking.methods import LinkMethod
@@ -187,6 +187,17 @@ def library_logs(
     state = made.link(made.compile(segments), list(prompt.query), prefix_ids=list(prompt.prefix), gaps=gaps)
     _, logits = state.generate_with_logits(max_new_tokens=tokens, do_sample=False, eos_token_id=[], pad_token_id=0)
     return list(logits.float().log_softmax(-1))
+
+
+def adapter(backbone: Any, folder: Path, **options: Any) -> LinkTokensForCausalLM:
+    """Link tokens that no tokens are, on a saved backbone; saved to `folder`."""
+    made = LinkTokensForCausalLM.from_backbone(backbone, **{"num_link_tokens": 5, **options})
+    torch.manual_seed(1)
+    with torch.no_grad():
+        for parameter in made.front.parameters():
+            parameter.add_(torch.randn_like(parameter) * parameter.std())
+    made.save_pretrained(folder)
+    return made
 
 
 PROMPTS = [

@@ -151,6 +151,8 @@ def main() -> None:
     given = json.loads(sys.argv[1])
     model: Any = SimpleNamespace(name_or_path=given["folder"], config=tf.AutoConfig.from_pretrained(given["folder"]))
     options = {"kv_cache_memory_bytes": 2**26, "max_logprobs": 128, **given["options"]}
+    if (links := options.get("link_tokens")) is not None:
+        model, options["link_tokens"] = SimpleNamespace(backbone=model, config=model.config), Path(links)
     with linked_engine(model, given["method"], **options) as linked:
         linked.documents = documents()
         answers = _under_pressure if given["pressure"] else _answers

@@ -10,7 +10,6 @@ import pytest
 import torch
 import transformers as tf
 
-from comb import LinkTokensForCausalLM
 from comb_serving.linking.layout import LinkingLayout
 from comb_training.nano import CHECKPOINT
 from tests.helpers.engines import SMALL
@@ -19,6 +18,7 @@ from tests.helpers.linked import (
     LATENT_OPTIONS,
     PROMPTS,
     WIDE,
+    adapter,
     check_nothing_is_left,
     largest_difference,
     library_answer,
@@ -31,17 +31,6 @@ pytestmark = [pytest.mark.vllm, pytest.mark.usefixtures("plugin")]
 
 EXACT = 2e-5
 ASKED = [(prompt, method) for method in ("linktokens", "full") for prompt in PROMPTS]
-
-
-def adapter(backbone: Any, folder: Path, **options: Any) -> LinkTokensForCausalLM:
-    """Link tokens that no tokens are, on a saved backbone; saved to `folder`."""
-    made = LinkTokensForCausalLM.from_backbone(backbone, **{"num_link_tokens": 5, **options})
-    torch.manual_seed(1)
-    with torch.no_grad():
-        for parameter in made.front.parameters():
-            parameter.add_(torch.randn_like(parameter) * parameter.std())
-    made.save_pretrained(folder)
-    return made
 
 
 @pytest.mark.slow

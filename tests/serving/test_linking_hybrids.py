@@ -18,7 +18,7 @@ from comb.hybrid.transition import ScalarTransition
 from comb_serving.linking.layout import LinkingLayout, plan_interiors
 from comb_serving.linking.methods import LinkMethod
 from comb_serving.pool.capability import PoolHandle, pack, unpack
-from tests.helpers.linked import largest_difference
+from tests.helpers.linked import adapter, largest_difference
 from tests.helpers.linked_hybrid import PROMPTS, ask_hybrid, documents, error, library, tiny_model
 from tests.helpers.processes import wait_for
 from tests.helpers.recurrences import dense_of, recurrence
@@ -42,6 +42,8 @@ CHUNKS: dict[str, Any] = {"max_num_batched_tokens": 16, "max_num_seqs": 3}
         ("falcon_h1", "float32", "hypic:4,front=prose", CHUNKS),
         ("qwen3_next", "bfloat16", "hypic:4", CHUNKS),
         ("qwen3_next", "bfloat16", "hypic:4,front=prose", {}),
+        ("falcon_h1", "float32", "hypic:4,front=adapter", CHUNKS),
+        ("qwen3_next", "bfloat16", "hypic:4,front=adapter", CHUNKS),
         ("falcon_h1", "float32", "hypic:8", {"tensor_parallel_size": 2}),
         ("qwen3_next", "bfloat16", "hypic:4", {"tensor_parallel_size": 2, **CHUNKS}),
     ],
@@ -52,10 +54,14 @@ def test_a_hybrid_is_linked_as_in_the_library(
     ranks = options.get("tensor_parallel_size", 1)
     changes = {f"linear_num_{each}_heads": 2 * count for each, count in (("key", 1), ("value", 2))}
     model = tiny_model(family, tmp_path, **(changes if ranks > 1 and family == "qwen3_next" else {}))
+    linking = model
+    if "adapter" in method:
+        linking = adapter(model, tmp_path / "links", num_link_tokens=19)
+        options = {**options, "link_tokens": str(tmp_path / "links")}
     said = ask_hybrid(tmp_path, method, dtype=dtype, **options)
     bound = NOISE[dtype]
     full = [library(model, "full", prompt) for prompt in PROMPTS]
-    expected = [library(model, method, prompt) for prompt in PROMPTS]
+    expected = [library(linking, method, prompt) for prompt in PROMPTS]
 
     def furthest(found: list[Any], wanted: list[Tensor]) -> float:
         return max(error(*pair) for pair in zip(found, wanted, strict=True))
@@ -67,7 +73,7 @@ def test_a_hybrid_is_linked_as_in_the_library(
         assert furthest(found[::2], expected) < bound
         assert furthest(found[1::2], full) < bound
     if dtype == "float32":  # compiled alone they are other documents
-        alone = [library(model, method.removesuffix(",front=prose"), prompt) for prompt in PROMPTS]
+        alone = [library(model, method.partition(",")[0], prompt) for prompt in PROMPTS]
         assert (furthest(said["linked"], alone) > 3 * bound) == ("front" in method)
     # controls: linking isn't full recompute, but for one document at the start, compiled alone; and transitions matter
     for number, prompt in enumerate(PROMPTS):
@@ -102,22 +108,28 @@ def test_preempted_and_fetched_states_are_those_of_before(eager: bool, tmp_path:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("method", ["hypic:4", "hypic:4,front=prose"])
+@pytest.mark.parametrize("method", ["hypic:4", "hypic:8,front=adapter"])
 def test_what_stands_in_front_of_documents_is_kept_with_its_states(method: str, tmp_path: Path) -> None:
     """Exactly: the answer is that of a server which has computed it."""
     model = tmp_path / "model"
-    tiny_model("falcon_h1", model, vocab_size=259, max_position_embeddings=2048)
-    make_tokenizer(template=TEMPLATE).save_pretrained(model)
+    tiny = tiny_model("falcon_h1", model, vocab_size=259, max_position_embeddings=2048)
+    served: list[Any] = [model, tmp_path, "--method", method]
+    if "adapter" in method:
+        adapter(tiny, tmp_path / "links", num_link_tokens=19)
+        served = [tmp_path / "links", tmp_path, "--backbone", model]  # what it has learned is its method
+    for folder in tmp_path.iterdir():
+        make_tokenizer(template=TEMPLATE).save_pretrained(folder)
     system = {"role": "system", "content": "You are told where everybody is, and answer in a few words. " * 2}
 
     def asked(question: str, texts: list[str], **more: Any) -> dict[str, Any]:
         messages = [system, {"role": "user", "content": question}]
         return {"messages": messages, "documents": texts, "max_tokens": 6, "ignore_eos": True, **more}
 
-    with serve(model, tmp_path, "--method", method, "--max-model-len", "2048", pool="16MiB") as server:
+    with serve(*served, "--max-model-len", "2048", pool="16MiB") as server:
 
         def logs(*given: Any, **more: Any) -> tuple[int, list[float]]:
             answer = server.chat(**asked(*given, **more))
+            assert answer[1]["comb"]["method"] in (method, "full")
             return answer[1]["comb"].get("prefix_tokens", 0), logprobs(answer)
 
         cases = [("Where is Ada?", TEXTS), ("Who has the ball?", TEXTS[::-1]), ("Where?", [TEXTS[0][:6]])]

@@ -132,6 +132,7 @@ def rows_for(documents: int) -> tuple[list[Any], list[int]]:
     planned = plan(len(prompt), spans, LinkMethod.parse(f"legolink:{SEAM}").recomputed(spans))
     connector: Any = LinkingConnector.__new__(LinkingConnector)
     connector.jobs, connector.behind_seams, connector._loads = {}, {}, []
+    connector.started = LinkMethod.parse(f"legolink:{SEAM}")
     connector._matched = {"r": (0, planned, False)}
     link = SimpleNamespace(plan=planned, method=None, looks=False, sources=[None] * documents, length=len(prompt),
                            snapshot=0)  # fmt: skip
@@ -170,7 +171,9 @@ def test_rows_are_told_their_tokens_without_a_number_for_each() -> None:
 def config(**given: str) -> Any:
     """vLLM's, of an engine that links documents; `given`: its connector's options."""
     return SimpleNamespace(
-        parallel_config=SimpleNamespace(pipeline_parallel_size=1, data_parallel_size=1, enable_dbo=False),
+        parallel_config=SimpleNamespace(
+            pipeline_parallel_size=1, data_parallel_size=1, tensor_parallel_size=1, enable_dbo=False
+        ),
         model_config=SimpleNamespace(
             is_encoder_decoder=False, is_multimodal_model=False, runner_type="generate", enable_sleep_mode=False
         ),
@@ -200,6 +203,7 @@ HYPIC = {"method": "hypic:8"}
         (HYPIC, "cache_config.enable_prefix_caching", True, "hypic links states with"),
         (HYPIC, "cache_config.mamba_cache_mode", "align", "hypic links states with"),
         (HYPIC, "scheduler_config.max_num_batched_tokens", 7, "hypic links states with"),
+        ({**HYPIC, "link_tokens": "FOLDER"}, "parallel_config.tensor_parallel_size", 2, "aren't divided among ranks"),
     ],
 )
 def test_engines_that_cant_link_are_refused(given: dict[str, str], name: str, value: Any, message: str) -> None:

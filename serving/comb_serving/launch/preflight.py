@@ -133,8 +133,8 @@ def _of_kind(options: ServeOptions, config: dict[str, Any]) -> ServeOptions:
                     f"{known.backbone_name_or_path!r}: name a folder that holds it with --backbone"
                 )
             backbone = backbone_of_adapter(known, resolve_name(checkpoint))
-        _check_served(checkpoint, known)
-        return replace(options, method=method or TRAINED, backbone=backbone, link_tokens=checkpoint)
+        own = LinkMethod.parse(f"hypic,front={ADAPTER}").name if known.state_shapes else TRAINED
+        return replace(options, method=method or own, backbone=backbone, link_tokens=checkpoint)
     if front == ADAPTER:
         raise ValueError(
             f"{checkpoint!r} is no adapter of link tokens, its model_type is {kind!r}: train some with `comb train "
@@ -153,15 +153,6 @@ def _of_kind(options: ServeOptions, config: dict[str, Any]) -> ServeOptions:
     if method is None or front in ("none", "prose") or front.startswith(DUMMIES):
         return options
     # another adapter's folder or Hub id; clients are not told where it is
-    if not isinstance(learned := load_config(front), LinkTokensConfig):
+    if not isinstance(load_config(front), LinkTokensConfig):
         raise ValueError(f"--method {method}: {front} is no adapter of link tokens, and no other front is served")
-    _check_served(front, learned)
     return replace(options, method=method.replace(f"front={front}", f"front={ADAPTER}"), link_tokens=front)
-
-
-def _check_served(adapter: str, config: LinkTokensConfig) -> None:
-    if config.state_shapes:
-        raise ValueError(
-            f"{adapter!r} has learned states of linear layers, which documents can't begin with inside vLLM: use it in "
-            "the library, or serve its backbone with --method hypic:8,front=prose"
-        )

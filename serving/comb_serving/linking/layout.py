@@ -149,7 +149,7 @@ class LinkingLayout:
     def front_handle(self) -> PoolHandle:
         """Where an adapter's link tokens are in the pool: behind what documents are given."""
         tokens = len(self.front)
-        return PoolHandle(tokens, tuple(range(self.num_blocks, self.num_blocks - (-tokens // self.block_size))))
+        return PoolHandle(tokens, tuple(range(self.num_blocks, self.num_blocks + self.blocks_for(tokens))))
 
     def seams(self, method: LinkMethod) -> Range:
         """Tokens at either end of documents that a method computes again, never fewer than convolutions look back."""

@@ -131,7 +131,8 @@ class LinkingConnector(KVConnectorBase_V1, SupportsHMA):
         for load in left.loads:
             handle, fresh = link.sources[load.document], bool(link.snapshot) and not load.document
             self._loads.append(LoadCommand(handle, load.offset, load.start, load.end, ids, 0 if fresh else front))
-            if link.method is not None and link.method.states:
+            if self.started.states:
+                fresh |= link.method is None  # it is an adapter's link tokens
                 interiors[load.end] = ComposeCommand(handle, load.end - load.start, ids, fresh)
         if looks or left.seams:
             tokens, ranges = array("i", request.prompt_token_ids), deque(left.seams)

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from comb.linktokens.front import FrontKeyValues
+from comb.linktokens.front import LearnedFront
 from comb_serving.encoding.kept import KeptDocuments
 from comb_serving.pool.capability import PoolHandle
 from comb_serving.vllm.linking.cache_access import (
@@ -40,12 +40,13 @@ class DocumentPool:
     Args:
         total_bytes: that the pools of all `ranks` together may take.
         block_size: tokens in a block of the pool.
-        front_tokens: of an adapter's link tokens, which lie behind the blocks (`put_front`).
+        front_tokens: of an adapter's link tokens, which lie behind the blocks like a document (`put_front`).
 
     Attributes:
         layers: attention layers with a cache, by name.
         states: of the model's linear layers; None where they aren't linked.
         rows: [slots, width of all layers], a token's in the order of the layers, as vLLM's cache has them.
+        bytes_per_token: over all layers of this rank.
         columns: each layer's, in there.
         kept: where documents are kept that have left it.
         questions: whether what questions look at is to be heard.
@@ -72,12 +73,13 @@ class DocumentPool:
         for name, layer in self.layers.items():
             self.columns[name] = slice(width, width := width + token_shape(layer).width)
         kind = stored.pop()
-        size = width * kind.itemsize * block_size * ranks
+        self.bytes_per_token = width * kind.itemsize
+        size = self.bytes_per_token * block_size * ranks
         if total_bytes < size:
             raise ValueError(f"a pool of {total_bytes} bytes is less than one block of {block_size} tokens, {size}")
         self.num_blocks, self.block_size, self.device = total_bytes // size, block_size, next(model.parameters()).device
         try:
-            slots = self.num_blocks * block_size + front_tokens
+            slots = self.num_blocks * block_size + (front_tokens and front_tokens + self.state_rows)
             self.rows = torch.empty(slots, width, dtype=kind, device=self.device)
         except (RuntimeError, torch.OutOfMemoryError) as error:
             raise OSError(
@@ -93,21 +95,23 @@ class DocumentPool:
         self._places: dict[str, tuple[int, int]] = {}  # of each layer: its cache group, and tokens in a block of it
         self._readers: dict[int, CacheReader] = {}  # by tokens in a block
 
-    def put_front(self, front: FrontKeyValues, rank: int, ranks: int) -> None:
+    @torch.no_grad()
+    def put_front(self, front: LearnedFront, rank: int, ranks: int) -> None:
         """An adapter's link tokens, of which a rank of tensor parallelism keeps the heads that its layers have.
-
-        Args:
-            front: per layer, keys [H, n, D] and values [H, n, E] at positions 0 to n - 1.
 
         Raises:
             ValueError: for another number of layers, heads or channels.
         """
-        if len(front) != len(self.layers):
+        key_values = front(torch.float32)
+        if len(key_values) != len(self.layers):
             raise ValueError(
-                f"the adapter's link tokens are for {len(front)} layers, this model has {len(self.layers)}"
+                f"the adapter's link tokens are for {len(key_values)} layers, this model has {len(self.layers)}"
             )
         rows = self.rows[self.num_blocks * self.block_size :]
-        for (name, layer), pair in zip(self.layers.items(), front, strict=True):
+        if self.states is not None:
+            rows[front.length :] = self._as_rows(self.states.given(front))
+            rows = rows[: front.length]
+        for (name, layer), pair in zip(self.layers.items(), key_values, strict=True):
             shape = token_shape(layer)
             for place, (mine, given) in enumerate(zip(shape.split(rows[:, self.columns[name]]), pair, strict=True)):
                 # fewer heads than ranks are had by several of them
@@ -130,11 +134,6 @@ class DocumentPool:
         """Of what it holds: the model's, or vLLM's name for an fp8 cache."""
         layer, codes = next(iter(self.codes.items()))
         return str(codes.dtype).removeprefix("torch.") if codes.fp8 is None else str(layer.kv_cache_dtype)
-
-    @property
-    def bytes_per_token(self) -> int:
-        """Over all layers of this rank."""
-        return self.rows.shape[1] * self.rows.element_size()
 
     @property
     def state_rows(self) -> int:
@@ -189,10 +188,7 @@ class DocumentPool:
             assert self.states is not None
             memory = self._read_states(capture.handle)
             self.states.capture(capture, memory)
-            rows = torch.zeros(self.state_rows * self.bytes_per_token, dtype=torch.uint8, device=self.device)
-            rows[: len(memory)] = memory
-            target = self._slots(capture.handle, capture.handle.tokens, self.state_rows)
-            self.rows[target] = rows.view(self.rows.dtype).view(self.state_rows, -1)
+            self.rows[self._slots(capture.handle, capture.handle.tokens, self.state_rows)] = self._as_rows(memory)
         for save in metadata.saves:
             start, tokens = save.start, save.handle.tokens
             target = self._slots(save.handle, 0, tokens)
@@ -254,6 +250,12 @@ class DocumentPool:
         assert self.states is not None
         rows = self.rows[self._slots(handle, handle.tokens, self.state_rows)]
         return rows.view(torch.uint8).flatten()[: self.states.nbytes]
+
+    def _as_rows(self, memory: Tensor) -> Tensor:
+        """A document's bytes [nbytes] as they lie behind its tokens [state_rows, width]."""
+        rows = torch.zeros(self.state_rows * self.bytes_per_token, dtype=torch.uint8, device=memory.device)
+        rows[: len(memory)] = memory
+        return rows.view(self.rows.dtype).view(self.state_rows, -1)
 
     def _slots(self, handle: PoolHandle, offset: int, tokens: int) -> Tensor:
         places = torch.arange(offset, offset + tokens, device=self.device)

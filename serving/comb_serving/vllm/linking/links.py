@@ -71,7 +71,7 @@ class RequestLink:
     def plan(self) -> LinkPlan:
         """Of the whole prompt; while it `looks`, nothing is chosen."""
         if self.method is None:  # what it is compiled behind is computed with it, unless it is given
-            front = len(self.layout.front) if self.layout.given else 0
+            front = len(self.layout.front) if self.layout.given and not self.snapshot else 0
             return LinkPlan((LoadedRange(0, front, 0, 0),) if front else (), (), front)
         return self.layout.plan(self.method, self.length, self.spans, self.chosen or (), exact_first=self.snapshot > 0)
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from typing import Any
 
-import torch
 import vllm
 from vllm.distributed import get_tensor_model_parallel_rank, get_tensor_model_parallel_world_size
 from vllm.distributed.kv_transfer import get_kv_transfer_group
@@ -57,7 +56,7 @@ class PoolWorker(FixedWeights):
         if link_tokens is not None:
             learned, adapter = published_front(link_tokens)
             check_backbone(model, adapter)
-            pool.put_front(learned(torch.float32), rank, ranks)
+            pool.put_front(learned, rank, ranks)
         longest = config.model_config.max_model_len
         store = kept_store(
             host_bytes=asked.host_bytes // ranks,

@@ -133,6 +133,11 @@ def check_states(vllm_config: Any) -> None:
     """Raises ValueError for what the states of linear layers aren't linked with."""
     if vllm_config.cache_config.enable_prefix_caching or vllm_config.cache_config.mamba_cache_mode != "none":
         raise ValueError("hypic links states without vLLM's prefix cache: leave --enable-prefix-caching away")
+    if link_tokens_of(vllm_config) and vllm_config.parallel_config.tensor_parallel_size > 1:
+        raise ValueError(
+            "states that link tokens have learned aren't divided among ranks: leave --tensor-parallel-size away, or "
+            "serve the backbone with --method hypic:8,front=prose"
+        )
     if (tokens := vllm_config.scheduler_config.max_num_batched_tokens) < LEAST_TOKENS:
         raise ValueError(f"hypic links states with max_num_batched_tokens of at least {LEAST_TOKENS}, not {tokens}")
 

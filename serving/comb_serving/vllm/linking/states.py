@@ -36,6 +36,7 @@ from vllm.model_executor.layers.mamba.mamba_utils import is_conv_state_dim_first
 
 from comb.hybrid.scans import ScanCall, mamba2
 from comb.hybrid.transition import DenseTransition, ScalarTransition, Transition
+from comb.linktokens.front import LearnedFront
 from comb.waits import all_finite
 from comb_serving.vllm.linking.links import CaptureCommand, ComposeCommand
 from comb_serving.vllm.versions import operators
@@ -299,6 +300,25 @@ class DocumentStates:
             state.copy_(layer.family(kept.transition).apply(state.float()) + kept.state)
             new = min(len(columns), command.tokens)  # earlier columns move up
             columns.copy_(torch.cat([columns[new:], kept.columns[len(columns) - new :]]))
+
+    def given(self, front: LearnedFront) -> Tensor:
+        """The bytes of an adapter's link tokens, a prompt's beginning like any other (`CaptureCommand.whole`).
+
+        Raises ValueError for other layers or shapes than this model's.
+        """
+        memory = torch.zeros(self.nbytes, dtype=torch.uint8)
+        if len(front.linear_layers) != len(self.layers):
+            states = f"{len(front.linear_layers)} linear layers, this model has {len(self.layers)}"
+            raise ValueError(f"the adapter's link tokens are for {states}")
+        for number, (name, kept) in zip(front.linear_layers, self.parts(memory).items(), strict=True):
+            columns, state = front.linear(number)
+            last = None if columns is None else columns[:, -len(kept.columns) :].T
+            for mine, learned in ((kept.columns, last), (kept.state, state)):
+                if learned is None or learned.shape != mine.shape:
+                    has = None if learned is None else list(learned.shape)
+                    raise ValueError(f"{name} keeps {list(mine.shape)} numbers, the adapter's link tokens have {has}")
+                mine.copy_(learned)
+        return memory
 
     def damaged(self, memory: Tensor) -> str:
         """Why what is kept of a document can't be used; empty if it can."""
