@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from transformers.cache_utils import Cache, DynamicLayer, LinearAttentionCacheLayerMixin
+from transformers.cache_utils import Cache, DynamicCache, DynamicLayer, LinearAttentionCacheLayerMixin
 
 from comb.backbones.forward import StateCache, empty_cache_of, run_decoder, takes_positions
 from comb.backbones.identity import identity_of
@@ -46,17 +46,18 @@ def _on_a_copy(held: dict[int, Tensor | None], update: Callable[..., Tensor], *a
 
 def is_hybrid(model: Any) -> bool:
     """Whether `model`'s cache has layers that keep a state instead of keys and values per token."""
+    return bool(identity_of(model).fact("is hybrid", lambda: describes_hybrid(model.config)))
 
-    def find() -> bool:
-        if getattr(model.config, "is_encoder_decoder", False):
-            return False
-        try:
-            cache: Any = empty_cache_of(model)
-        except (AttributeError, KeyError, NotImplementedError, ValueError, TypeError):
-            return False  # transformers has no cache for it
-        return any(hasattr(layer, "recurrent_states") for layer in cache.layers)
 
-    return bool(identity_of(model).fact("is hybrid", find))
+def describes_hybrid(config: Any) -> bool:
+    """`is_hybrid` of a model with this configuration."""
+    if getattr(config, "is_encoder_decoder", False):
+        return False
+    try:
+        cache: Any = DynamicCache(config=config)
+    except (AttributeError, KeyError, NotImplementedError, ValueError, TypeError):
+        return False  # transformers has no cache for it
+    return any(hasattr(layer, "recurrent_states") for layer in cache.layers)
 
 
 def states_of(cache: Any, layer: int) -> tuple[Tensor | None, Tensor | None]:

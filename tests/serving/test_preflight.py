@@ -119,7 +119,8 @@ def test_link_tokens_are_started_on_their_backbone(shell: Shell, tmp_path: Path)
     placeholder = LinkTokensConfig.from_pretrained(folder).placeholder_id
     assert transfer == {"method": "linktokens", "front": [placeholder] * 3, "link_tokens": "links"}
     write(state_shapes={"state_1": [2, 4, 4]}, state_units={"state_1": 1.0})
-    assert check_start(links).method == "hypic:8,front=adapter"  # of a hybrid
+    found = check_start(replace(links, backbone="nano-hybrid"))  # the states are learned, too
+    assert (found.method, found.link_tokens) == ("hypic:8,front=adapter", "links")
     write()
     assert shell.serve("links") == 0
     write(backbone_name_or_path="./backbone")
@@ -129,6 +130,18 @@ def test_link_tokens_are_started_on_their_backbone(shell: Shell, tmp_path: Path)
     assert "revision abc of 'nano': name a folder" in shell.refusal("links")
     assert shell.serve("links", "--backbone", "nano") == 0
     assert shell.started == ["links"] * 2
+
+
+@pytest.mark.parametrize(
+    ("method", "there"),
+    [(None, "hypic:8,front=prose"), ("naive", "hypic:8"), ("legolink-0", "hypic:8,front=dummies:4"),
+     ("naive,front=prose", "hypic:8,front=prose"), ("hypic:4", "hypic:4"), ("full", "full"),
+     ("primed:4", "primed:4"), ("legolink:16", "legolink:16")],
+)  # fmt: skip
+def test_on_hybrids_methods_are_those_of_the_library(method: str | None, there: str) -> None:
+    """`hypic` behind the same front; what has no counterpart, the engine refuses by its first linear layer."""
+    assert check_start(ServeOptions("nano-hybrid", method=method)).method == there
+    assert check_start(ServeOptions("nano", method=method)).method == (method or "primed")
 
 
 def test_plain_models_say_how_they_link(shell: Shell) -> None:

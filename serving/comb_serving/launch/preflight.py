@@ -15,6 +15,7 @@ from comb.backbones.loading import backbone_of_adapter, load_config, resolve_nam
 from comb.backbones.tokenizer import load_tokenizer
 from comb.documents.found import check_sizes
 from comb.files import read_json
+from comb.hybrid.caches import describes_hybrid
 from comb.linktokens.front import LinkTokensConfig
 from comb.methods.fronts import DUMMIES
 from comb.model.config import CombConfig
@@ -45,6 +46,8 @@ def check_start(options: ServeOptions, arguments: Sequence[str] = ()) -> ServeOp
     if is_adapter(settings):
         _check_read_alike(options)
     options = _of_kind(options, settings)
+    if options.method is not None and _is_hybrid(options.model):
+        options = replace(options, method=LinkMethod.parse(options.method).on_hybrids.name)
     check_checkpoint(options.checkpoint, options.backbone)
     name = resolve_name(options.checkpoint)
     if Path(name).is_dir() and not any(item.startswith(_OTHER_TOKENIZERS) for item in arguments):
@@ -102,6 +105,13 @@ def _settings(checkpoint: str) -> dict[str, Any]:
     return dict(config)
 
 
+def _is_hybrid(model: str) -> bool:
+    try:
+        return describes_hybrid(load_config(model))
+    except (ImportError, OSError, ValueError):  # vLLM may know more models, and says what is wrong with others
+        return False
+
+
 def _check_read_alike(options: ServeOptions) -> None:
     """Raises ValueError for an adapter of a backbone that was quantised as it was loaded: vLLM would read it whole."""
     name = resolve_name(options.checkpoint)
@@ -133,8 +143,7 @@ def _of_kind(options: ServeOptions, config: dict[str, Any]) -> ServeOptions:
                     f"{known.backbone_name_or_path!r}: name a folder that holds it with --backbone"
                 )
             backbone = backbone_of_adapter(known, resolve_name(checkpoint))
-        own = LinkMethod.parse(f"hypic,front={ADAPTER}").name if known.state_shapes else TRAINED
-        return replace(options, method=method or own, backbone=backbone, link_tokens=checkpoint)
+        return replace(options, method=method or TRAINED, backbone=backbone, link_tokens=checkpoint)
     if front == ADAPTER:
         raise ValueError(
             f"{checkpoint!r} is no adapter of link tokens, its model_type is {kind!r}: train some with `comb train "

@@ -54,6 +54,13 @@ class LinkMethod:
         """Whether nothing is linked."""
         return self.name == FULL
 
+    @property
+    def on_hybrids(self) -> LinkMethod:
+        """What stands for it on hybrid models, as in the library; itself where nothing does."""
+        name, given = methods.parse(self.name)
+        other = methods.get(name).on_hybrids
+        return self.parse(f"{other}:front={self.front}") if other and not given.keys() - {"front"} else self
+
     def recomputed(self, spans: Sequence[Range], paid: Tensor | None = None) -> list[int] | None:
         """Sorted positions of the document tokens that are computed again; None where the question's look has to say.
 
