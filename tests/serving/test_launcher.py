@@ -310,6 +310,9 @@ say(sys.stderr, '''
 (APIServer pid=4) Traceback (most recent call last):
 (APIServer pid=4)   File "api.py", line 2, in run
 (APIServer pid=4) RuntimeError: Engine core initialization failed. See root cause above.
+(APIServer pid=4) Traceback (most recent call last):
+(APIServer pid=4) pydantic_core.ValidationError: 1 mistake in model
+(APIServer pid=4)   Value error, Model architectures ['A'] failed to be inspected. Please check the logs
 ''')
 sys.exit(1)
 """

@@ -24,7 +24,9 @@ _LOG_TAIL = 3000  # characters of a log that an error shows
 _PREFIX = re.compile(r"^(?P<process>\([^)]*pid=\d+\) )?(?:[A-Z]+ [\d-]+ [\d:]+ \[[^\]]*\] )?")
 _CAUSE = re.compile(r"(?:[A-Za-z_]\w*\.)*[A-Z]\w*(?:Error|Exception|Exit|Interrupt|Warning)\b(?:: .*)?$")
 _MISUSE = re.compile(r"^\S+: error: (.+)$")  # argparse's line, behind its usage
-_CONSEQUENCE = re.compile(r"See root cause above|Engine core initialization failed|EngineDeadError")
+_CONSEQUENCE = re.compile(
+    r"See root cause above|Engine core initialization failed|EngineDeadError|failed to be inspected"
+)
 
 
 def end_with_parent() -> None:
@@ -142,7 +144,7 @@ class StartLog:
     """
 
     def __init__(self, process: subprocess.Popen[bytes], ready: Callable[[], bool]) -> None:
-        self.cause = ""  # the last exception that was shown, consequences of others left out
+        self.cause = self._before = ""  # the last exception that was shown, consequences of others left out
         self._of: str | None = None  # the process whose cause may go on in the next line
         self._ready = ready
         self._whole = os.environ.get("COMB_DEBUG") == "1"
@@ -184,13 +186,15 @@ class StartLog:
         if process not in inside:
             if body.startswith("  ") and process == self._of:  # pydantic's are of several lines
                 self.cause += f" {body.strip()}"
+                if _CONSEQUENCE.search(body):
+                    self.cause, self._of = self._before, None
             else:
                 self._of = None
             return True
         if _CAUSE.match(body):
             inside.discard(process)
             if not _CONSEQUENCE.search(body):
-                self.cause, self._of = body, process
+                self._before, self.cause, self._of = self.cause, body, process
             return True
         # frames, and what stands between the tracebacks of causes and consequences
         return not (body.startswith(("  ", "During handling", "The above exception")) or not body)
