@@ -16,7 +16,7 @@ from comb_serving.api.conversation import messages_of
 from comb_serving.api.http import RequestError
 from comb_serving.api.middleware import CombMiddleware
 from comb_serving.api.response import ResponseWriter
-from comb_serving.api.routes import CHAT, COMPLETIONS, GENERATION, MESSAGES, PASSED, RESPONSES
+from comb_serving.api.routes import CHAT, COMPLETIONS, COUNT, GENERATION, MESSAGES, PASSED, RESPONSES
 from comb_serving.config.serve_options import key_hash
 from comb_serving.pool.capability import KEY, Capability, digest
 from tests.helpers.fakes import Client, until
@@ -438,6 +438,16 @@ async def test_trouble_is_an_error_object_and_holds_nothing(server: Server, capl
     assert (await client.post(CHAT, chat(documents=[{"token_ids": [9] * 65}]))).status == 400
     larger = chat(documents=[{"token_ids": [number] * 64} for number in range(3)])  # than the whole pool
     assert (await client.post(CHAT, larger)).status == 400
+
+
+async def test_anthropics_clients_get_errors_of_their_own_kind() -> None:
+    server = Server(key_hashes=(key_hash("alice"),))
+    for path in (MESSAGES, COUNT):
+        for key, kind in ((None, "authentication_error"), ("alice", "invalid_request_error")):
+            answer = await server.post(path, {"messages": ASKED, "max_tokens": 1, "documents": 3}, key)
+            assert (answer.json["type"], answer.json["error"]["type"]) == ("error", kind)
+            assert answer.json["error"]["message"]
+    assert "type" not in (await server.post(CHAT, chat())).json  # others' are OpenAI's
 
 
 @pytest.mark.parametrize(

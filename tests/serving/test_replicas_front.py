@@ -13,7 +13,7 @@ from urllib.parse import unquote
 
 import pytest
 
-from comb_serving.api.routes import CHAT, DOCUMENTS, SWITCH, WEIGHTS
+from comb_serving.api.routes import CHAT, DOCUMENTS, MESSAGES, SWITCH, WEIGHTS
 from tests.helpers.fakes import Answer, Client, until
 
 pytest.importorskip("ray.serve")
@@ -155,6 +155,8 @@ async def test_what_would_switch_one_server_of_them_is_refused(monkeypatch: pyte
         assert (answer.status, "/health" in answer.json["error"]["message"]) == (409, True)
         assert f"POST {SWITCH}" not in front.servers[0].asked
         assert (await front.send("GET", SWITCH)).status == 200
+        large = await front.send("POST", MESSAGES, b" " * (2**20 + 1))
+        assert (large.status, large.json["type"], large.json["error"]["type"]) == (413, "error", "request_too_large")
 
 
 async def test_what_replicas_were_not_told_of_is_deleted_too(monkeypatch: pytest.MonkeyPatch) -> None:

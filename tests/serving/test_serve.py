@@ -156,8 +156,9 @@ def test_the_anthropic_client_sends_documents_in_its_messages(served: Served) ->
         with client.messages.stream(**asked()) as stream:
             assert "".join(stream.text_stream) == expected
             assert stream.get_final_message().usage.cache_creation_input_tokens == 0
-        with pytest.raises(BadRequestError, match="can't have citations"):
+        with pytest.raises(BadRequestError, match="can't have citations") as refused:
             client.messages.create(**asked(citations={"enabled": True}))
+        assert (refused.value.type, refused.value.body["type"]) == ("invalid_request_error", "error")
     assert served.request("DELETE", f"/v1/documents/{cached}")[0] == 200
     served.wait_until_idle()
 

@@ -69,6 +69,7 @@ async def test_open_requests_have_their_time_then_an_error_and_nothing_is_held()
         event, _, data = body.removesuffix("data: [DONE]\n\n").rstrip().rpartition("\n\n")[2].rpartition("data: ")
         assert (answer.status, json.loads(data)["error"]["code"]) == (200, 503), name
         assert event == ("event: error\n" if name in ("message", "response") else ""), name
+        assert ("overloaded_error" in data) == (name == "message"), name  # as Anthropic's clients know it
         assert body.count('"error"') == (2 if event else 1)
     while server.encoders.open:
         server.encoders.answer()

@@ -202,7 +202,7 @@ class CombMiddleware:
                 logger.warning("request %s failed: %s", entry.id, found.message)
             if entry.status is None:
                 entry.status = found.status
-                await send_json(scope, send, found.status, found.body, found.headers)
+                await send_json(scope, send, found.status, routes.error_body(entry.path, found), found.headers)
             elif cut_off and streams and not whole:
                 await send({"type": "http.response.body", "body": error_events(entry.path, found)})
             elif not whole:

@@ -13,7 +13,7 @@ from typing import Any
 
 from comb_serving.api.http import AnswerRewriter, RequestError, Send
 from comb_serving.api.preprocessor import PreprocessedRequest
-from comb_serving.api.routes import COHERE, MESSAGES, RESPONSES
+from comb_serving.api.routes import COHERE, MESSAGES, RESPONSES, error_body
 from comb_serving.manager.leases import Lease
 from comb_serving.pool.capability import LinkReport
 
@@ -39,7 +39,7 @@ def report(prepared: PreprocessedRequest, lease: Lease | None, link: LinkReport 
 def error_events(path: str, error: RequestError) -> bytes:
     """The end of a stream that breaks off, as clients of each way to ask expect it; blank lines end what was begun."""
     if path in (MESSAGES, RESPONSES, COHERE):
-        body = json.dumps({"type": "error", **json.loads(error.body)})
+        body = json.dumps({"type": "error", **json.loads(error_body(path, error))})
         return f"\n\nevent: error\ndata: {body}\n\n".encode()
     return b"\n\ndata: " + error.body + b"\n\ndata: [DONE]\n\n"
 

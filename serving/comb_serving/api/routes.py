@@ -7,6 +7,7 @@ there. Both ask for a key where the server has one, whatever vLLM itself does, a
 from __future__ import annotations
 
 import hashlib
+import json
 import secrets
 from collections.abc import Sequence
 
@@ -25,6 +26,10 @@ PASSED = {
     "/detokenize", "/start_profile", "/stop_profile",
 }  # fmt: skip
 OPEN = ("/ping",)  # without a key, a body or a tenant
+_ANTHROPIC = {
+    400: "invalid_request_error", 401: "authentication_error", 403: "permission_error", 404: "not_found_error",
+    413: "request_too_large", 429: "rate_limit_error", 503: "overloaded_error",
+}  # fmt: skip
 ASKING = ("GET", "HEAD", "OPTIONS")  # they have no body, and nothing is generated for them
 
 
@@ -36,6 +41,14 @@ def is_documents(path: str) -> bool:
 def is_ours(path: str) -> bool:
     """Whether a path is one of the routes that vLLM hasn't."""
     return path == SWITCH or is_documents(path)
+
+
+def error_body(path: str, error: RequestError) -> bytes:
+    """An error as a route's clients read it: OpenAI's object, or Anthropic's."""
+    if path not in (MESSAGES, COUNT):
+        return error.body
+    said = {**json.loads(error.body)["error"], "type": _ANTHROPIC.get(error.status, "api_error")}
+    return json.dumps({"type": "error", "error": said}).encode()
 
 
 def check_request(options: ServeOptions, method: str, path: str, authorization: str | None) -> None:

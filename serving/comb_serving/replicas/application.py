@@ -22,7 +22,7 @@ from starlette.types import Receive, Scope, Send
 
 from comb_serving.api.fields import check_counts
 from comb_serving.api.http import ClientLeftError, RequestError, header, parse_object, path_of, read_body
-from comb_serving.api.routes import DOCUMENTS, SWITCH, is_documents, sender_of
+from comb_serving.api.routes import DOCUMENTS, SWITCH, error_body, is_documents, sender_of
 from comb_serving.replicas.affinity import RoutedDocument, documents_of, ranked
 from comb_serving.replicas.replica import (
     RETRY_AFTER_S,
@@ -64,7 +64,8 @@ class CombIngress:
             refusal = error
         except RayActorError:
             refusal = RequestError(503, "a replica or the registrations are lost; try again", retry_after=RETRY_AFTER_S)
-        return Response(refusal.body, refusal.status, refusal.headers, "application/json")
+        body = error_body(path_of(request.scope), refusal)
+        return Response(body, refusal.status, refusal.headers, "application/json")
 
     async def _pass_on(self, request: Request) -> Response:
         scope = request.scope

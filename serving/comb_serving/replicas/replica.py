@@ -29,7 +29,7 @@ from yarl import URL
 
 from comb_serving.api.http import RequestError
 from comb_serving.api.registered import FOLDER
-from comb_serving.api.routes import DOCUMENTS, WEIGHTS
+from comb_serving.api.routes import DOCUMENTS, WEIGHTS, error_body
 from comb_serving.config.serve_options import ServeOptions, parse_bytes
 from comb_serving.launch.server_process import COMMAND, ServerProcess
 
@@ -235,7 +235,7 @@ class CombReplica:
                 raise RuntimeError(f"the server of {self.name} broke off: {error}") from None
             lost = RequestError(503, f"the server of {self.name} broke off; see its log", retry_after=RETRY_AFTER_S)
             yield lost.status, {**lost.headers, "content-type": "application/json"}
-            yield lost.body
+            yield error_body(request.target.partition("?")[0], lost)
 
     async def catch_up(self) -> dict[Key, WholeAnswer]:
         """Registers and deletes what this replica hasn't heard of; returns the answers of those that it refuses."""
