@@ -447,6 +447,10 @@ def test_flags_that_cannot_be_served_are_refused() -> None:
             read_flags(flags.split(), {})
     with pytest.raises(ValueError, match="invalid int"):
         read_flags(["--port", "many"], {})
+    for keys, set_to in ((["--api-key", ""], ""), (["--api-key", "a", "b "], ""), ([], "a\n"), ([], "clé")):
+        with pytest.raises(ValueError, match="an API key is empty"):
+            read_flags(keys, {"VLLM_API_KEY": set_to})
+    assert read_flags([], {"VLLM_API_KEY": ""}).key_hashes == ()
 
 
 @pytest.mark.vllm

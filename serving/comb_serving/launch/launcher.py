@@ -127,7 +127,10 @@ def read_flags(
     for name in _ONLY_ONE:
         if values[name] != 1:
             raise ValueError(f"comb serve has one manager of one pool: --{name} must be 1, not {values[name]}")
-    keys = [key for key in (found.api_key or [environment.get("VLLM_API_KEY", "")]) if key]
+    keys = found.api_key or list(filter(None, [environment.get("VLLM_API_KEY")]))
+    if any(not key or key != key.strip() or not key.isascii() for key in keys):
+        # of a variable that isn't set vLLM makes a server that asks for no key; of the others, one that takes none
+        raise ValueError("an API key is empty, isn't ASCII, or has spaces or a line's end around it: give it without")
     return ServerFlags(
         host=found.host or "localhost",
         port=found.port,
