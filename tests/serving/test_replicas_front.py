@@ -7,6 +7,7 @@ import inspect
 import json
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 from urllib.parse import unquote
@@ -14,6 +15,8 @@ from urllib.parse import unquote
 import pytest
 
 from comb_serving.api.routes import CHAT, DOCUMENTS, MESSAGES, SWITCH, WEIGHTS
+from comb_serving.api.registered import FOLDER
+from comb_serving.config.instance import own_disk
 from tests.helpers.fakes import Answer, Client, until
 
 pytest.importorskip("ray.serve")
@@ -173,6 +176,19 @@ async def test_what_replicas_were_not_told_of_is_deleted_too(monkeypatch: pytest
         assert front.documents == [{"a"}, {"a"}]
         assert (await front.send("DELETE", f"{DOCUMENTS}/a")).status == 200
         assert front.documents == [set(), set()]
+
+
+def test_what_another_server_has_registered_is_not_deleted(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    from comb_serving.replicas import replica
+
+    kept = tmp_path / FOLDER
+    kept.mkdir()
+    monkeypatch.setattr(replica, "DISK_SECONDS", 0.0)
+    with own_disk(str(tmp_path), 0), pytest.raises(ValueError, match="in use by another server"):
+        replica._forget_registered(tmp_path)
+    assert kept.exists()
+    replica._forget_registered(tmp_path)  # of a server that is gone
+    assert not kept.exists()
 
 
 async def test_slow_encoding_is_no_ill_health(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -181,7 +181,8 @@ def test_settings_come_from_files_and_command_lines() -> None:
     assert ReplicasConfig.model_validate(given).arguments == ("--port-like", "3")
     assert ReplicasConfig.model_validate(given).disk_of("replica-1") is None
     for wrong, message in (({}, "checkpoint"), ({"checkpoint": "c", "replica": 2}, "replica"),
-                           ({"checkpoint": "c", "replicas": 0}, "greater than or equal to 1")):  # fmt: skip
+                           ({"checkpoint": "c", "replicas": 0}, "greater than or equal to 1"),
+                           ({"checkpoint": "c", "arguments": "--comb-disk /x"}, "write {replica}")):  # fmt: skip
         with pytest.raises(ValueError, match=message):
             ReplicasConfig.model_validate(wrong)
 

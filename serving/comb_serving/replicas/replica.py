@@ -17,12 +17,12 @@ from contextlib import suppress
 from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 from urllib.parse import quote
 
 import aiohttp
 import ray
-from pydantic import BaseModel, ConfigDict, Field, field_validator
+from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
 from ray import serve
 from ray.exceptions import RayActorError
 from yarl import URL
@@ -30,6 +30,7 @@ from yarl import URL
 from comb_serving.api.http import RequestError
 from comb_serving.api.registered import FOLDER
 from comb_serving.api.routes import DOCUMENTS, WEIGHTS, error_body
+from comb_serving.config.instance import own_disk
 from comb_serving.config.serve_options import ServeOptions, parse_bytes
 from comb_serving.launch.server_process import COMMAND, ServerProcess
 
@@ -37,6 +38,7 @@ logger = logging.getLogger(__name__)
 
 CONNECT_SECONDS, WATCH_SECONDS, RETRY_AFTER_S = 5.0, 0.2, 5
 UP_SECONDS = 10.0  # for so long a replica counts as up that was healthy: Ray asks every second
+DISK_SECONDS = 60.0  # for the end of the server of the replica whose place this one takes
 # of one hop of a connection, not of the request
 _HOP = {"connection", "keep-alive", "proxy-connection", "te", "trailer", "transfer-encoding", "upgrade", "host"}
 _HOP |= {"content-length"}
@@ -67,6 +69,12 @@ class ReplicasConfig(BaseModel):
     @classmethod
     def _words(cls, given: Any) -> list[str]:
         return shlex.split(given) if isinstance(given, str) else [str(word) for word in given]
+
+    @model_validator(mode="after")
+    def _a_folder_each(self) -> Self:
+        if self.replicas > 1 and NAME not in (self._option("--comb-disk") or NAME):
+            raise ValueError(f"a --comb-disk is one server's: write {NAME} into it, as in /data/comb/{NAME}")
+        return self
 
     @property
     def max_body_bytes(self) -> int:
@@ -162,8 +170,7 @@ class CombReplica:
         self._told: dict[Key, int] = {}
         self._refused: dict[Key, WholeAnswer] = {}
         if (disk := config.disk_of(self.name)) is not None:
-            # the actor knows them all, and nobody tells what was deleted while this replica was down
-            shutil.rmtree(disk / FOLDER, ignore_errors=True)
+            await asyncio.to_thread(_forget_registered, disk)
         self._server = ServerProcess(
             config.command_of(self.name), host=ray.util.get_node_ip_address(), environment=config.environment
         )
@@ -286,6 +293,12 @@ class CombReplica:
             await self._session.close()
         if hasattr(self, "_server"):
             await asyncio.to_thread(self._server.stop)
+
+
+def _forget_registered(disk: Path) -> None:
+    """The actor knows them all, and nobody tells what was deleted while this replica was down."""
+    with own_disk(str(disk), DISK_SECONDS):  # they aren't those of another server
+        shutil.rmtree(disk / FOLDER, ignore_errors=True)
 
 
 def _end_to_end(headers: Mapping[str, str]) -> dict[str, str]:
