@@ -29,7 +29,9 @@ class Server:
     def __init__(self) -> None:
         self.documents, self.asked, self.texts = set[str](), list[str](), dict[str, str]()
         self.status, self.weights, self.encoding = 200, "w", asyncio.Event()
+        self.status, self.encoding, self.running = 200, asyncio.Event(), asyncio.Event()
         self.encoding.set()
+        self.running.set()
 
     async def answer(self, request: Any) -> Any:
         from aiohttp import web
@@ -47,6 +49,7 @@ class Server:
             status = 200 if name in self.documents else 404
             self.documents.discard(name)
         elif request.path == "/health":
+            await self.running.wait()
             status = 200
         return web.json_response({"id": name}, status=status, headers={WEIGHTS: self.weights})
 
@@ -148,6 +151,7 @@ async def started(monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Front]:
     finally:
         for each, server, runner in zip(replicas, servers, runners, strict=True):
             server.encoding.set()
+            server.running.set()
             await replica.CombReplica.__del__(each)
             await runner.cleanup()
 
@@ -202,6 +206,21 @@ async def test_slow_encoding_is_no_ill_health(monkeypatch: pytest.MonkeyPatch) -
         server.encoding.set()
         await until(lambda: server.documents == {"a"})
         assert server.asked.count(f"POST {DOCUMENTS}") == 1
+
+
+async def test_a_replica_whose_server_hangs_ends_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    from comb_serving.replicas import replica
+
+    def ended(status: int) -> None:
+        raise SystemExit(status)
+
+    async with started(monkeypatch) as front:
+        monkeypatch.setattr(replica, "HANG_SECONDS", 0.2)
+        monkeypatch.setattr(replica, "os", SimpleNamespace(_exit=ended))
+        await front.replicas[1].check_health()
+        front.servers[1].running.clear()
+        with pytest.raises(SystemExit):
+            await front.replicas[1].check_health()
 
 
 @pytest.mark.parametrize(("status", "lasts"), [(503, False), (429, False), (400, True), (413, True)])

@@ -38,6 +38,7 @@ logger = logging.getLogger(__name__)
 
 CONNECT_SECONDS, WATCH_SECONDS, RETRY_AFTER_S = 5.0, 0.2, 5
 UP_SECONDS = 10.0  # for so long a replica counts as up that was healthy: Ray asks every second
+HANG_SECONDS = 60.0  # in which a server that is alive says how it is
 DISK_SECONDS = 60.0  # for the end of the server of the replica whose place this one takes
 # of one hop of a connection, not of the request
 _HOP = {"connection", "keep-alive", "proxy-connection", "te", "trailer", "transfer-encoding", "upgrade", "host"}
@@ -208,6 +209,16 @@ class CombReplica:
         if self.name != f"replica-{rank}":  # after others were taken away for good, Ray fills the gap in the ranks
             raise RuntimeError(f"{self.name} must start again as replica-{rank}")
         await self._check()
+        try:
+            async with asyncio.timeout(HANG_SECONDS) as limit:
+                status, _, body = await self._whole(RelayedRequest("GET", "/health", {}))
+        except TimeoutError:
+            if limit.expired():
+                logger.exception("%s ends, as its server hangs", self.name)
+                os._exit(1)  # Ray would wait minutes for its requests, and so would all who register documents
+            raise
+        if status != 200:
+            raise RuntimeError(f"{self.name} is not healthy: {body[:300]!r}")
         if not self._catching_up.locked():  # with what was registered while it started; slow encoding isn't ill health
             self._caught_up = asyncio.create_task(self.catch_up())
 
