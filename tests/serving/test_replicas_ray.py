@@ -177,6 +177,8 @@ def test_settings_come_from_files_and_command_lines() -> None:
     assert (found.replicas, found.gpus, found.load_floor) == (3, 2.0, 8)
     assert found.command_of("replica-1")[-5:] == ["c", "--comb-disk", "/a b/replica-1", "-tp", "2"]
     assert found.disk_of("replica-1") == Path("/a b/replica-1")
+    written = ReplicasConfig.model_validate({"checkpoint": "c", "arguments": "--comb-disk /a=b/{replica}"})
+    assert written.disk_of("replica-1") == Path("/a=b/replica-1")
     given = {"checkpoint": "c", "arguments": ["--port-like", 3]}
     assert ReplicasConfig.model_validate(given).arguments == ("--port-like", "3")
     assert ReplicasConfig.model_validate(given).disk_of("replica-1") is None

@@ -88,7 +88,7 @@ class ReplicasConfig(BaseModel):
         return None if path is None else Path(path.replace(NAME, replica))
 
     def _option(self, flag: str) -> str | None:
-        words = [word for argument in self.arguments for word in argument.split("=", 1)]
+        words = [word for each in self.arguments for word in each.split("=", 1 if each.startswith("--") else 0)]
         return dict(pairwise(words)).get(flag)
 
     def command_of(self, replica: str) -> list[str]:
