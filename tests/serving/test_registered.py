@@ -7,7 +7,6 @@ import copy
 import errno
 import logging
 import os
-import shutil
 import stat
 import threading
 from collections.abc import Sequence
@@ -237,7 +236,7 @@ async def test_a_full_disk_is_an_error_and_nothing_is_half_registered(
 async def test_a_folder_that_is_gone_is_no_lack_of_room(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     server = await started(tmp_path / "disk")
     assert await add(server, "a") == 200
-    shutil.rmtree(tmp_path / "disk")
+    (tmp_path / "disk").rename(tmp_path / "unmounted")
     answer = await server.post(DOCUMENTS, {"id": "b", "text": TEXTS["b"]})
     assert (answer.status, answer.headers.get("retry-after")) == (503, None)
     message = answer.json["error"]["message"]
@@ -245,7 +244,11 @@ async def test_a_folder_that_is_gone_is_no_lack_of_room(tmp_path: Path, caplog: 
     assert "room" not in message
     assert str(tmp_path) not in message
     assert f"can't be kept or deleted: [Errno 2] No such file or directory: '{tmp_path}" in caplog.text
+    assert (await server.send("DELETE", f"{DOCUMENTS}/a")).status == 503
     assert await names(server) == ["a"]
+    (tmp_path / "unmounted").rename(tmp_path / "disk")
+    assert (await server.send("DELETE", f"{DOCUMENTS}/a")).status == 200
+    assert await names(await started(tmp_path / "disk")) == []
 
 
 async def test_times_to_live_go_on_while_the_server_is_down(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -128,7 +128,7 @@ class RegisteredDocuments:
             async with self._changing:
                 self.of(tenant).find([name])
                 if self._folder is not None:
-                    await _on_disk(partial(self._path(tenant, name).unlink, missing_ok=True))
+                    await _on_disk(partial(_unlink, self._path(tenant, name)))
                 self.of(tenant).remove([name])
                 await self._delete_removed()
 
@@ -252,6 +252,11 @@ async def _on_disk(work: Callable[[], None]) -> None:
         # a folder that is gone, or may only be read, is not the client's to mend, nor mended by waiting
         logger.warning("what is registered can't be kept or deleted: %s", error)
         raise RequestError(503, f"{reason}, its operator finds in the log which file it is") from error
+
+
+def _unlink(path: Path) -> None:
+    path.parent.stat()  # one that is gone may come back with the file in it, as a disk that isn't mounted
+    path.unlink(missing_ok=True)
 
 
 def _delete_documents(folder: Path, names: set[str]) -> None:
