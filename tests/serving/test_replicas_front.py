@@ -14,8 +14,8 @@ from urllib.parse import unquote
 
 import pytest
 
-from comb_serving.api.routes import CHAT, DOCUMENTS, MESSAGES, SWITCH, WEIGHTS
 from comb_serving.api.registered import FOLDER
+from comb_serving.api.routes import CHAT, DOCUMENTS, MESSAGES, SWITCH, WEIGHTS
 from comb_serving.config.instance import own_disk
 from tests.helpers.fakes import Answer, Client, until
 
@@ -28,8 +28,7 @@ class Server:
 
     def __init__(self) -> None:
         self.documents, self.asked, self.texts = set[str](), list[str](), dict[str, str]()
-        self.status, self.weights, self.encoding = 200, "w", asyncio.Event()
-        self.status, self.encoding, self.running = 200, asyncio.Event(), asyncio.Event()
+        self.status, self.weights, self.encoding, self.running = 200, "w", asyncio.Event(), asyncio.Event()
         self.encoding.set()
         self.running.set()
 

@@ -209,22 +209,19 @@ class CombReplica:
         if self.name != f"replica-{rank}":  # after others were taken away for good, Ray fills the gap in the ranks
             raise RuntimeError(f"{self.name} must start again as replica-{rank}")
         await self._check()
-        try:
-            async with asyncio.timeout(HANG_SECONDS) as limit:
-                status, _, body = await self._whole(RelayedRequest("GET", "/health", {}))
-        except TimeoutError:
-            if limit.expired():
-                logger.exception("%s ends, as its server hangs", self.name)
-                os._exit(1)  # Ray would wait minutes for its requests, and so would all who register documents
-            raise
-        if status != 200:
-            raise RuntimeError(f"{self.name} is not healthy: {body[:300]!r}")
         if not self._catching_up.locked():  # with what was registered while it started; slow encoding isn't ill health
             self._caught_up = asyncio.create_task(self.catch_up())
 
     async def _check(self) -> None:
         """Raises RuntimeError for an unhealthy server, and for one that would answer otherwise than others do."""
-        status, headers, body = await self._whole(RelayedRequest("GET", "/health", {}))
+        try:
+            async with asyncio.timeout(HANG_SECONDS) as limit:
+                status, headers, body = await self._whole(RelayedRequest("GET", "/health", {}))
+        except TimeoutError:
+            if limit.expired():
+                logger.exception("%s ends, as its server hangs", self.name)
+                os._exit(1)  # Ray would wait minutes for its requests, and so would all who register documents
+            raise
         if status != 200:
             raise RuntimeError(f"{self.name} is not healthy: {body[:300]!r}")
         # without what says nothing of the answers: Ray leaves replicas as they are when only their number changes
