@@ -185,13 +185,25 @@ def fingerprint(model: PreTrainedModel) -> dict[str, Any]:
     return {
         "shapes": shapes.hexdigest(),
         "embedding_shape": list(table.shape),
-        "embedding": base64.b64encode(sample.numpy().tobytes()).decode(),
+        "embedding": _encoded(sample),
     }
+
+
+def fingerprint_with_weights(model: PreTrainedModel) -> dict[str, Any]:
+    """For an adapter's configuration: `fingerprint`, and as ``weights`` (base64) a float32 value of every parameter.
+
+    A fine-tune may leave the embedding as it was. What is quantised has other values, and none here.
+    """
+    values = {} if getattr(model, "is_quantized", False) else {"weights": _encoded(_middles(model))}
+    return fingerprint(model) | values
 
 
 def fingerprint_name(expected: dict[str, Any] | None) -> str | None:
     """A fingerprint in sixteen hex digits, for people; None for none."""
-    return None if expected is None else hashlib.sha256(repr(sorted(expected.items())).encode()).hexdigest()[:16]
+    if expected is None:
+        return None
+    items = sorted(item for item in expected.items() if item[0] != "weights")  # which names of before didn't know
+    return hashlib.sha256(repr(items).encode()).hexdigest()[:16]
 
 
 def backbone_fingerprint(model: PreTrainedModel) -> str:
@@ -214,6 +226,11 @@ def check_fingerprint(model: PreTrainedModel, expected: dict[str, Any], name: st
         raise ValueError(f"the backbone's weights have other names or shapes than the adapter's backbone; {hint}")
     if not same_embedding(model.get_input_embeddings().weight, expected):
         raise ValueError(f"the backbone's embedding differs from the one this adapter was trained on; {hint}")
+    if "weights" in expected and not getattr(model, "is_quantized", False):  # earlier adapters have none
+        theirs = _decoded(expected["weights"])
+        # twice half a unit in bfloat16's last place, or float16's least value; a comparison with NaN is false
+        if bool(((_middles(model) - theirs).abs() > theirs.abs() * 2**-7 + 1e-7).any()):
+            raise ValueError(f"the backbone has the adapter's embedding, and not the layers it was trained on; {hint}")
 
 
 def same_embedding(table: Tensor, expected: dict[str, Any], first: int | None = None) -> bool:
@@ -229,7 +246,7 @@ def same_embedding(table: Tensor, expected: dict[str, Any], first: int | None = 
     at, columns = _places(rows, width, table.device)
     here = (at >= begin) & (at < begin + len(table))
     ours = table.detach()[at[here] - begin, columns[here]].float().cpu()
-    theirs = torch.frombuffer(bytearray(base64.b64decode(expected["embedding"])), dtype=torch.float32)
+    theirs = _decoded(expected["embedding"])
     # half a unit in the last place of bfloat16, twice (each side may have been rounded once)
     tolerance = theirs.abs() * 2**-7 + theirs.abs().max() * 1e-5
     here = here.cpu()
@@ -241,3 +258,20 @@ def _places(rows: int, width: int, device: torch.device) -> tuple[Tensor, Tensor
     count = min(_SKETCH_VALUES, rows * width)
     positions = torch.arange(count, device=device) * (rows * width // count)
     return positions // width, (positions * 31) % width
+
+
+def _middles(model: PreTrainedModel) -> Tensor:
+    """The value in the middle of every parameter; NaN where there is none, or it is offloaded."""
+    middles = [
+        torch.tensor(torch.nan) if each.is_meta or not each.numel() else each.detach().reshape(-1)[each.numel() // 2]
+        for _, each in sorted(model.named_parameters())
+    ]
+    return torch.stack([value.float().cpu() for value in middles])
+
+
+def _encoded(values: Tensor) -> str:
+    return base64.b64encode(values.numpy().tobytes()).decode()
+
+
+def _decoded(values: str) -> Tensor:
+    return torch.frombuffer(bytearray(base64.b64decode(values)), dtype=torch.float32)

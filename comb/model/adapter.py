@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from transformers import GenerationConfig, PreTrainedModel
 
 from comb.backbones import backbones
-from comb.backbones.adapter import AdapterConfig, check_fingerprint, check_no_model_in, fingerprint
+from comb.backbones.adapter import AdapterConfig, check_fingerprint, check_no_model_in, fingerprint_with_weights
 from comb.backbones.damage import TOKENIZER_FILES, explained
 from comb.backbones.discovery import UnsupportedBackboneError
 from comb.backbones.loading import HUB_ARGUMENTS, backbone_of_adapter, is_hub_id, load_backbone, trained_quantised
@@ -272,7 +272,7 @@ def of_backbone(
         # a copy: setting an attention implementation on a configuration reaches into its sub-configurations
         "backbone_config": copy.deepcopy(backbone.config),
         # without weights (on the meta device) there is nothing to know them by
-        "backbone_fingerprint": None if backbone.device.type == "meta" else fingerprint(backbone),
+        "backbone_fingerprint": None if backbone.device.type == "meta" else fingerprint_with_weights(backbone),
     }
 
 

@@ -19,7 +19,7 @@ from safetensors.torch import load_file
 from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig, PreTrainedConfig, PreTrainedModel
 
-from comb.backbones.adapter import check_no_model_in, fingerprint
+from comb.backbones.adapter import check_no_model_in, fingerprint_with_weights
 from comb.backbones.damage import TOKENIZER_FILES, check_files, explained
 from comb.backbones.tracebacks import named
 from comb.backbones.whole import check_finite
@@ -80,7 +80,7 @@ def convert_release(source: str | Path, target: str | Path, *, backbone_name: st
         config = CombConfig(
             backbone_name_or_path=backbone_name or "./backbone",  # relative to the adapter's folder
             backbone_config=AutoConfig.for_model(**backbone.config.to_dict()),
-            backbone_fingerprint=fingerprint(backbone),
+            backbone_fingerprint=fingerprint_with_weights(backbone),
             encoder_config=_encoder_config(backbone.config, adapter),
             cross_attention_layers=positions,
         )

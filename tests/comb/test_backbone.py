@@ -12,7 +12,13 @@ from torch import nn
 
 from comb import methods
 from comb.backbones import attention_calls, loading
-from comb.backbones.adapter import backbone_fingerprint, check_fingerprint, fingerprint
+from comb.backbones.adapter import (
+    backbone_fingerprint,
+    check_fingerprint,
+    fingerprint,
+    fingerprint_name,
+    fingerprint_with_weights,
+)
 from comb.backbones.discovery import UnsupportedBackboneError, inspect_backbone
 from comb.model.cross_attention import LayerHooks
 from tests.helpers.byte_text import byte_llama
@@ -133,9 +139,18 @@ def test_hooks_are_counted_and_leave_no_trace() -> None:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 def test_fingerprint_matches_across_dtypes(dtype: torch.dtype) -> None:
     model = tiny("llama").to(dtype)
-    check_fingerprint(model, fingerprint(tiny("llama")), "llama")
+    check_fingerprint(model, fingerprint(tiny("llama")), "llama")  # as earlier adapters have it
+    expected = fingerprint_with_weights(tiny("llama"))
+    check_fingerprint(model, expected, "llama")
+    assert fingerprint_name(expected) == fingerprint_name(fingerprint(tiny("llama")))
     same = backbone_fingerprint(model) == backbone_fingerprint(tiny("llama"))
     assert same == (dtype == torch.float32)  # what a cache is kept under
+    with torch.no_grad():
+        model.model.layers[1].mlp.up_proj.weight += 0.01  # a fine-tune that leaves the embedding
+    with pytest.raises(ValueError, match="not the layers it was trained on; this adapter belongs to llama"):
+        check_fingerprint(model, expected, "llama")
+    model.is_quantized = True  # whose values are others
+    check_fingerprint(model, expected, "llama")
 
 
 # ---- what is said of a CPU's dtypes, and of cuDNN, by times that a stand-in for the GPU says ----

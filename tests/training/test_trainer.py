@@ -274,9 +274,13 @@ def test_what_a_run_goes_on_with_has_to_be_its_own(tmp_path: Path, caplog: pytes
     assert [row["step"] for row in evaluations(other)] == [3]  # none to compare it with
     tuned = comb_model()
     with torch.no_grad():
-        tuned.backbone.model.layers[0].mlp.up_proj.weight.mul_(1.5)
+        tuned.backbone.model.layers[0].mlp.up_proj.weight[0].mul_(1.5)
     trainer(tuned, tmp_path, **config).train(tmp_path / "checkpoint-2")
     assert "trained on other weights of the backbone" in caplog.text
+    with torch.no_grad():
+        tuned.backbone.model.layers[0].mlp.up_proj.weight.mul_(1.5)
+    with pytest.raises(ValueError, match="checkpoint-2 can't go on: the backbone has the adapter's embedding, and not"):
+        trainer(tuned, tmp_path, **config).train(tmp_path / "checkpoint-2")
     with torch.no_grad():
         tuned.backbone.get_input_embeddings().weight.mul_(1.5)
     with pytest.raises(ValueError, match="checkpoint-2 can't go on: the backbone's embedding differs"):

@@ -349,7 +349,7 @@ class CombTrainer:
                 raise ValueError(f"{folder} can't go on: {error}") from error
         if state.get("examples", self._data["examples"]) != self._data["examples"]:
             logger.warning("%s is of a run over other examples: some may be trained on more often than others", folder)
-        if state.get("backbone", own := self._data.get("backbone")) != own:  # its fingerprint is of the embedding alone
+        if state.get("backbone", own := self._data.get("backbone")) != own:  # its fingerprint is of a few values
             logger.warning("%s was trained on other weights of the backbone, or in another dtype, than here", folder)
         if state.get("heldout", self._data["heldout"]) != self._data["heldout"]:
             logger.warning("%s was scored on other held-out questions: those scores are left out", folder)
