@@ -84,6 +84,7 @@ def test_a_trained_adapter(
     for adapter in (out, tmp_path / "copy"):
         run(monkeypatch, "eval", adapter, "--limit", 1, "--out", adapter / "results-again.json")
         assert shown_in({"again": (adapter / "results-again.json").read_bytes()}, tmp_path) == []
+        assert "](results-again.png)" in (adapter / "README.md").read_text()
         (tmp_path / "d.txt").write_text("the number 7")
         run(monkeypatch, "ask", adapter, "--doc", tmp_path / "d.txt", "--max-new-tokens", 2, "which?")
     shutil.rmtree(tmp_path / "copy" / ".cache")  # as others get it

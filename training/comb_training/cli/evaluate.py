@@ -147,13 +147,13 @@ def show_evaluation(
     if out is None:
         return
     write_results(out, rows, seed=settings.data.seed, split=split, data=counts.to_dict(), config=settings.to_dict())
-    refresh_card(out.parent)  # of an adapter beside it, whose card shows the results
     written = [str(out)]
     if any(row["ttft_cold_s"] for row in rows):
         try:
             written.append(str(draw([Quality(rows)], out.with_suffix(".png"), title=settings.data.label)))
         except ImportError:
             console.print("no plot: matplotlib is not installed (pip install 'comb-pic\\[demo]')")
+    refresh_card(out.parent)  # of an adapter beside it, whose card shows the results, and their plot
     console.print(escape(f"written: {', '.join(written)}"))
 
 
