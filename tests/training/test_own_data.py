@@ -64,6 +64,14 @@ def test_rows_that_are_all_dropped_say_why(tmp_path: Path) -> None:
         read_dataset("jsonl", path, split="train")
 
 
+def test_documents_alike_but_for_white_space_or_coding_stay_together(tmp_path: Path) -> None:
+    twice = [(row, {**row, "documents": [f"Caf\u00e9.\r\n{row['documents'][0]} "]}) for row in rows(0, 30)]
+    mine = [{**row, "documents": [f"Cafe\u0301.\n{row['documents'][0]}"]} for row, _ in twice] + [b for _, b in twice]
+    sides = [read_dataset("jsonl", lines(tmp_path / "mine.jsonl", mine), split=side) for side in ("train", "heldout")]
+    train, heldout = ({row.query for row in side.examples} for side in sides)
+    assert (len(sides[1].examples), len(heldout), train & heldout) == (6, 3, set())
+
+
 def test_home_is_meant_by_a_tilde(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     lines(tmp_path / "mine.jsonl", rows(0, 4))
     monkeypatch.setenv("HOME", str(tmp_path))

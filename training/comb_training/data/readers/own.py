@@ -7,6 +7,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
+from unicodedata import normalize
 
 from comb.documents.document import Document, Example
 from comb_training.data.records import DatasetRow, check_rows_in, has_lines, on_hub, read_alike, read_records
@@ -36,7 +37,7 @@ def read_jsonl(side: DatasetSide, *, num_documents: int | None = None) -> Iterab
             files, side.split = _files(side, files[0])
         found = read_alike(files, "jsonl", "documents", "query", lines=True)
         records = found if len(files) == 1 else [replace(record, number=n) for n, record in enumerate(found, 1)]
-    return side.limited(side.rows(partial(_example, num_documents=num_documents), records))
+    return side.limited(side.rows(partial(_example, num_documents=num_documents, groups={}), records))
 
 
 def _files(side: DatasetSide, path: Path) -> tuple[list[Path], Split]:
@@ -59,8 +60,12 @@ def _files(side: DatasetSide, path: Path) -> tuple[list[Path], Split]:
     return heldout if side.split == "heldout" else [file for file in files if file not in heldout], "all"
 
 
-def _example(record: DatasetRow, num_documents: int | None) -> Example | str:
-    """The example of a row, or the reason why it gives none. Raises ValueError for a malformed row."""
+def _example(record: DatasetRow, num_documents: int | None, groups: dict[str, str]) -> Example | str:
+    """The example of a row, or the reason why it gives none. Raises ValueError for a malformed row.
+
+    Args:
+        groups: of the same documents but for white space or how characters are coded, the group of the first.
+    """
     if "data" in record.row and "documents" not in record.row:
         raise ValueError(f"{record.where}: there is no 'documents', but 'data' as in SQuAD: data=squad data.path=FILE")
     documents = []
@@ -71,7 +76,9 @@ def _example(record: DatasetRow, num_documents: int | None) -> Example | str:
     if record.row.get("answer") is not None or "answers" not in record.row:
         answers = [record.text("answer"), *answers]
     kept = record.documents(documents, num_documents)
-    group = record.label("group") or content_group(*sorted(str(document.text) for document in kept))
+    texts = sorted(str(document.text) for document in kept)
+    alike = content_group(*sorted(" ".join(normalize("NFKC", text).split()) for text in texts))
+    group = record.label("group") or groups.setdefault(alike, content_group(*texts))
     id = record.label("id") or str(record.number)
     return record.example(kept, record.text("query"), answers, id=id, group=group)
 
