@@ -50,6 +50,7 @@ def test_values_and_overrides(tmp_path: Path) -> None:
         ("train: {answers: golden}", "train.answers is one of 'on_policy', 'gold', not 'golden'"),
         ("train: {steps: 0}", "train.steps must be greater than 0"),
         ("train: {learning_rate: -1}", "train.learning_rate must be at least 0, not -1"),
+        ("train: {ce_weight: 1e-300}", "train.ce_weight must be at least 1e-8, or 0, not '1e-300'"),
         ("train: {learning_rate: .nan}", "train.learning_rate must be a finite number, not nan"),
         ("train: {ce_weight: 1e300}", "train.ce_weight must be less than 1000000000.0, not 1e\\+?300"),
         ("train: {lora_rank: 1000000000000}", "train.lora_rank must be less than 2147483648, not"),

@@ -8,8 +8,9 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any, Literal, TypeVar
 
-from pydantic import BeforeValidator, ConfigDict, Field, StrictBool, StrictInt, TypeAdapter
+from pydantic import AfterValidator, BeforeValidator, ConfigDict, Field, StrictBool, StrictInt, TypeAdapter
 from pydantic.dataclasses import dataclass
+from pydantic_core import PydanticCustomError
 
 from comb.documents.datasets import HUB
 
@@ -27,6 +28,13 @@ def _number(value: Any) -> Any:
         return value
 
 
+def _heard(value: float) -> float:
+    """Refuses rates, weights and norms below AdamW's epsilon, with which nothing would be learned."""
+    if 0 < value < 1e-8:
+        raise PydanticCustomError("greater_than_equal", "too small", {"ge": "1e-8, or 0"})
+    return value
+
+
 def _items(value: Any) -> Any:
     """A list, or one value instead of it."""
     return value if value is None or isinstance(value, tuple) else tuple(value) if isinstance(value, list) else (value,)
@@ -35,7 +43,7 @@ def _items(value: Any) -> Any:
 # beyond these bounds float32 overflows, and lists of so many don't end
 Number = Annotated[float, Field(strict=True, allow_inf_nan=False, lt=1e9), BeforeValidator(_number)]
 Positive = Annotated[Number, Field(gt=0)]
-NotNegative = Annotated[Number, Field(ge=0)]
+NotNegative = Annotated[Number, Field(ge=0), AfterValidator(_heard)]
 Share = Annotated[Number, Field(ge=0, lt=1)]
 AboveZero = Annotated[StrictInt, Field(gt=0, lt=2**31)]
 AtLeastZero = Annotated[StrictInt, Field(ge=0, lt=2**31)]
