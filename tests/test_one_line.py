@@ -434,6 +434,7 @@ def test_files_that_a_command_opens(place: Path, capsys: pytest.CaptureFixture[s
         ("'out.json': it holds no config.json", "serve", "out.json"),
         ("'out/nowhere': there is no such folder, and as a Hub id: We couldn't connect", "serve", "out/nowhere"),
         ("'modl': there is no such folder", "serve", "modl", "--method", "naive"),
+        ("eval.limit is 0, so nothing would be asked", "eval", "model", "data=data.jsonl", "--limit", "0"),
         ("out.json is a folder, where a file is to be", "eval", "model", "data=data.jsonl", "--out", "out.json"),
         ("no folder that can be written to", "bench", "methods", "--model", "model", *JSONL, "--out", "file/x.json"),
         ("no folder that can be written to", "train", config(place), "train.output_dir=file/x"),

@@ -39,6 +39,8 @@ def resolve_name(name: str | Path) -> str:
         OSError: for a folder that isn't there, if it can't be a repository on the Hub, and as fetching and converting.
     """
     text = str(name)
+    if not text:  # a shell's variable that isn't set, say; as a path it would be the folder one is in
+        raise OSError("a model's name is empty: give a registered name, a folder or a Hub id")
     if Path(text).exists():
         if (file := gguf_file(Path(text))) is not None:
             return str(convert(file))

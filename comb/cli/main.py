@@ -131,6 +131,8 @@ def doctor(
     from comb.methods import split_specs
     from comb.model.source import load_named
 
+    if prompts is not None and not segments:
+        raise ValueError("--prompts are for --segments: add it")
     if random:
         from comb.backbones.damage import explained
         from comb.backbones.loading import load_config

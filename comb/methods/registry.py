@@ -64,8 +64,10 @@ def parse(spec: str) -> tuple[str, dict[str, Any]]:
     cls = get(name)
     parameters: dict[str, Any] = {}
     positional = list(cls.positional)
-    for argument in filter(None, "".join(rest).split(",")):
+    for argument in rest[0].split(",") if rest else ():
         key, equals, value = argument.partition("=")
+        if not key.strip():
+            raise ValueError(f"method {spec!r}: a parameter is empty: write its value, or leave out the sign before it")
         if not equals:
             if not positional:
                 taken = ", ".join(cls.positional) or "none"

@@ -108,6 +108,8 @@ def test_errors_are_one_line(
         (["ask", adapter, " "], "the question is empty"),
         (["ask", adapter, "why?", "--device", "cuda:1"], "--device cuda:1, but there is no GPU"),
         (["doctor", adapter.parent / "backbone", "--random", "--device", "cuda"], "but there is no GPU"),
+        (["ask", "", "why?"], "a model's name is empty"),
+        (["doctor", adapter, "--prompts", tmp_path / "long.txt"], "--prompts are for --segments: add it"),
         (["info", adapter, "--device", "tpu"], "--device is auto, cpu, cuda, cuda:1, ..., not 'tpu'"),
         (["info", adapter, "--dtype", "bf16"], "--dtype is auto, float32"),
         (["info", adapter.parent / "backbone", "--backbone", adapter.parent / "backbone"], "not a COMB adapter"),

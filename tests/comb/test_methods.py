@@ -70,6 +70,9 @@ def test_a_method_is_one_class_and_its_parameters_come_from_the_spec() -> None:
         assert methods.create("test-mine:16", model, k=2).parameters[0] == 2
         with pytest.raises(ValueError, match="says twice what k is"):
             methods.create("test-mine:16,k=2", model)
+        for spec in ("test-mine:", "test-mine:16,", "test-mine:,scale=1", "test-mine:=2"):
+            with pytest.raises(ValueError, match=f"method '{spec}': a parameter is empty"):
+                methods.create(spec, model)
         with pytest.raises(ValueError, match="registered already"):
             methods.register("test-mine")(type("Other", (Mine,), {}))
     finally:

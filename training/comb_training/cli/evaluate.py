@@ -74,6 +74,8 @@ def evaluate(
     settings = override(settings, given)
     if not settings.eval.methods:
         raise ValueError("eval.methods is empty: name at least one method to compare, for example full")
+    if not settings.eval.limit:  # as trained without an evaluation, say
+        raise ValueError("eval.limit is 0, so nothing would be asked: add --limit 100, say")
     check_methods(settings)
     if out is not None:
         check_writable(out.parent, out.name, out.with_suffix(".png").name)
