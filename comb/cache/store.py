@@ -255,8 +255,8 @@ class PICacheStore:
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         for name, budget in {"device": device_bytes, "host": host_bytes, "disk": disk_bytes}.items():
-            if budget is not None and budget < 0:
-                raise ValueError(f"{name}_bytes expects a number of bytes >= 0, got {budget}")
+            if budget is not None and not (isinstance(budget, int | float) and budget >= 0):
+                raise ValueError(f"{name}_bytes expects a number of bytes >= 0, got {budget!r}")
         self.device = torch.device(device)
         self._device, self._host = MemoryTier(device_bytes, device), MemoryTier(host_bytes, "cpu")
         self._tiers: dict[str, MemoryTier | DiskTier] = {"device": self._device, "host": self._host}

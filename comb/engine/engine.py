@@ -98,6 +98,8 @@ class PICEngine(AnswerSteps):
         if not isinstance(model, nn.Module):
             raise ValueError(f"model is a loaded one: PICEngine.from_pretrained({model!r}, ...) loads it by its name")
         check_tokenizer(model, tokenizer)
+        if not isinstance(store, PICacheStore | None):
+            raise ValueError(f"store is a PICacheStore, not {store!r}: a folder goes into PICacheStore(disk_path=...)")
         self.store = default_store(model) if store is None else store  # in front, as it says why nothing is pickled
         super().__init__()
         self.model, self.tokenizer, self.salt, self.encoder_enabled = model, tokenizer, salt, encoder_enabled
@@ -319,7 +321,7 @@ class PICEngine(AnswerSteps):
                 stands for another text.
             StoreFullError: no room for a document, beside those that are in use or pinned.
         """
-        if ttl is not None and not 0 < ttl <= sys.float_info.max:
+        if ttl is not None and not (isinstance(ttl, int | float) and 0 < ttl <= sys.float_info.max):
             raise ValueError(f"ttl must be a positive number of seconds or None, got {ttl!r}")
         segments = self.segments_of(documents)
         self.check_lengths(segments)

@@ -344,8 +344,11 @@ def test_expiry_follows_the_last_call(comb_model: CombForCausalLM, tokenizer: An
     store = PICacheStore(clock=lambda: now[0])
     engine = PICEngine(comb_model, tokenizer, store=store)
     engine.catalog.clock = lambda: now[0]
-    with pytest.raises(ValueError, match="ttl"):
-        engine.add_documents([LAKE], ttl=0)
+    for ttl in (0, "5"):
+        with pytest.raises(ValueError, match="ttl must be a positive number of seconds"):
+            engine.add_documents([LAKE], ttl=ttl)
+    with pytest.raises(ValueError, match=r"a folder goes into PICacheStore\(disk_path=...\)"):
+        PICEngine(comb_model, tokenizer, store="folder")  # type: ignore[arg-type]
     engine.ask("Where?", [LAKE], max_new_tokens=1)  # compiled without an end, which `ttl` then sets
     (name,) = engine.add_documents([LAKE], ttl=5)
     key = engine.segments_of([LAKE])[0].key

@@ -50,6 +50,8 @@ def test_numbers_that_make_no_sense_are_refused() -> None:
     for name in ("device_bytes", "host_bytes", "disk_bytes"):
         with pytest.raises(ValueError, match=f"{name} expects a number of bytes >= 0, got -1"):
             PICacheStore(**{name: -1})
+        with pytest.raises(ValueError, match=f"{name} expects a number of bytes >= 0, got '1GB'"):
+            PICacheStore(**{name: "1GB"})
     store = PICacheStore()
     use(store, "k2")
     for ttl_s in (0, -1, float("nan")):
