@@ -199,12 +199,14 @@ def one_walk() -> Iterator[None]:
         _walk.reset(token)
 
 
-def _look(model: Any, modules: list[torch.nn.Module]) -> Identity:
+def _look(model: Any, modules: list[torch.nn.Module], found: Identity | None = None) -> Identity:
+    """Who a model is now: `found`, what a caller knows it as, as long as that holds. Who looks in the middle of a pass
+    that writes attributes makes another one, which is no change to who has looked before."""
     known = _known(model)
     with known.lock:  # two threads that each make one would take the other's for a change
         stamp, tensors = _stamp(modules)
-        if known.identity is None or not known.identity.holds(modules, stamp, tensors):
-            known.identity = Identity(modules, stamp, tensors)
+        held = (each for each in (found, known.identity) if each is not None and each.holds(modules, stamp, tensors))
+        known.identity = next(held, None) or Identity(modules, stamp, tensors)
         return known.identity
 
 
@@ -311,7 +313,7 @@ def exclusive(model: Any, *, streams: bool = False) -> Iterator[None]:
             lock.acquire()
         stack.callback(lock.release)
         for known, identity in () if walk is None or not waits else walk.identities.values():
-            if _look(known, modules_of(known)) is not identity:
+            if _look(known, modules_of(known), identity) is not identity:
                 raise ValueError(CHANGED)
         # a caller's inference mode and autocast end here: what is cached must not depend on who asked for it first
         stack.enter_context(torch.inference_mode(False))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import threading
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -15,7 +16,7 @@ from torch import Tensor
 
 from comb import PICacheStore, PICEngine, methods
 from comb.backbones import identity
-from comb.backbones.identity import identity_of, one_walk, weights_fingerprint
+from comb.backbones.identity import exclusive, identity_of, one_walk, weights_fingerprint
 from comb.linking.support import find_support
 from tests.helpers.families import tiny
 from tests.helpers.tiny_engine import (
@@ -285,3 +286,25 @@ def test_threads_that_look_first_at_once_find_one_model(monkeypatch: pytest.Monk
     monkeypatch.setattr(identity, "Identity", Slow)
     with ThreadPoolExecutor(3) as threads:
         assert len(set(threads.map(identity_of, [tiny("llama")] * 3))) == 1
+
+
+def test_a_look_in_the_middle_of_a_pass_is_no_change_to_who_waits() -> None:
+    model, looked = tiny("llama"), threading.Event()
+
+    def waits() -> None:
+        with one_walk():
+            identity_of(model)
+            looked.set()
+            with exclusive(model):
+                pass
+
+    with ThreadPoolExecutor(2) as threads:
+        with one_walk():
+            identity_of(model)
+            with exclusive(model):
+                waiting = threads.submit(waits)
+                looked.wait()
+                time.sleep(0.1)  # until it waits
+                model.model.layers[0].state = torch.ones(1)  # as RecurrentGemma's passes do
+                threads.submit(identity_of, model).result()
+        waiting.result()
