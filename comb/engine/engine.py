@@ -139,6 +139,8 @@ class PICEngine(AnswerSteps):
             value = splitting.create(value)
         elif name == "mac" and isinstance(value, str):
             value = MacConfig.parse(value)
+        elif name == "salt" and not isinstance(value, str):
+            raise ValueError(f"salt is a text, '' for none, not {value!r}")
         super().__setattr__(name, value)
 
     @classmethod

@@ -349,6 +349,8 @@ def test_expiry_follows_the_last_call(comb_model: CombForCausalLM, tokenizer: An
             engine.add_documents([LAKE], ttl=ttl)
     with pytest.raises(ValueError, match=r"a folder goes into PICacheStore\(disk_path=...\)"):
         PICEngine(comb_model, tokenizer, store="folder")  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="salt is a text, '' for none, not None"):
+        PICEngine(comb_model, tokenizer, salt=None)  # type: ignore[arg-type]
     engine.ask("Where?", [LAKE], max_new_tokens=1)  # compiled without an end, which `ttl` then sets
     (name,) = engine.add_documents([LAKE], ttl=5)
     key = engine.segments_of([LAKE])[0].key
