@@ -19,6 +19,7 @@ from transformers import AutoConfig, PreTrainedConfig, PreTrainedModel
 from transformers.configuration_utils import PretrainedConfig
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
+from comb.backbones.torch_private import is_plain
 from comb.backbones.unpublished import public_name
 from comb.files import read_json
 
@@ -261,12 +262,14 @@ def _places(rows: int, width: int, device: torch.device) -> tuple[Tensor, Tensor
 
 
 def _middles(model: PreTrainedModel) -> Tensor:
-    """The value in the middle of every parameter; NaN where there is none, or it is offloaded."""
-    middles = [
-        torch.tensor(torch.nan) if each.is_meta or not each.numel() else each.detach().reshape(-1)[each.numel() // 2]
-        for _, each in sorted(model.named_parameters())
+    """The value in the middle of every parameter; NaN where there is none, or it is offloaded or a quantiser's."""
+    weights = [each.detach() for _, each in sorted(model.named_parameters())]
+    there = [each.numel() > 0 and not each.is_meta and is_plain(each) for each in weights]
+    values = [
+        float(each.reshape(-1)[each.numel() // 2]) if has else torch.nan
+        for each, has in zip(weights, there, strict=True)
     ]
-    return torch.stack([value.float().cpu() for value in middles])
+    return torch.tensor(values, dtype=torch.float32)
 
 
 def _encoded(values: Tensor) -> str:

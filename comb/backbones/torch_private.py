@@ -71,6 +71,12 @@ def inside(name: str, tensor: Any) -> list[tuple[str, Tensor]]:
     return [inner for part in parts for inner in inside(f"{name}.{part}", getattr(tensor, part))]
 
 
+def is_plain(tensor: Tensor) -> bool:
+    """Whether a tensor holds weights as they are, not a quantiser's numbers (float8 has scales beside it)."""
+    # a wrapper (torchao) says that it is bfloat16
+    return tensor.is_floating_point() and tensor.itemsize > 1 and inside("", tensor)[0][1] is tensor
+
+
 def writes(tensor: Tensor) -> int:
     """How often a tensor was written in place, other than through ``.data``; -1 for inference tensors, which count no
     writes and take none outside of inference mode."""

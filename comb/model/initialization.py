@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from comb.backbones.discovery import ATTENTION_NAMES, MLP_NAMES, BackboneInfo, find_child, text_config
-from comb.backbones.torch_private import inside
+from comb.backbones.torch_private import is_plain
 from comb.model.config import CombEncoderConfig
 from comb.model.cross_attention import CrossBlock
 from comb.model.encoder import CombEncoder, KeyValueHead, apply_rotary
@@ -181,12 +181,6 @@ def _tensor(module: nn.Module, path: str) -> Tensor | None:
     except AttributeError:
         return None
     return value.detach() if is_plain(value) else None
-
-
-def is_plain(tensor: Tensor) -> bool:
-    """Whether a tensor holds weights as they are, not a quantiser's numbers (float8 has scales beside it)."""
-    # a wrapper (torchao) says that it is bfloat16
-    return tensor.is_floating_point() and tensor.itemsize > 1 and inside("", tensor)[0][1] is tensor
 
 
 def encoder_config_for(

@@ -15,7 +15,7 @@ from vllm.model_executor.models import ModelRegistry
 
 from comb.backbones.adapter import same_embedding
 from comb.backbones.discovery import MLP_NAMES
-from comb.model.initialization import is_plain
+from comb.backbones.torch_private import is_plain
 from comb.model.lora import merge
 from comb_serving.vllm import PREFIX
 from comb_serving.vllm.block import GATE_UP, PagedCrossBlock, checkpoint_weights, load_weight
