@@ -79,7 +79,7 @@ class Front:
     def documents(self) -> list[set[str]]:
         return [server.documents for server in self.servers]
 
-    async def send(self, method: str, path: str, body: Any = None, prefix: str = "") -> Answer:
+    async def send(self, method: str, path: str, body: Any = None, prefix: str = "", key: str = "alice") -> Answer:
         from starlette.requests import Request
 
         async def app(scope: Any, receive: Any, send: Any) -> None:
@@ -87,11 +87,11 @@ class Front:
             scope |= {"path": unquote(whole), "raw_path": whole.encode(), "root_path": prefix}
             await (await self.ingress(Request(scope, receive)))(scope, receive, send)
 
-        return await Client(app, "alice").send(method, path, body)
+        return await Client(app, key).send(method, path, body)
 
 
 @asynccontextmanager
-async def started(monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Front]:
+async def started(monkeypatch: pytest.MonkeyPatch, arguments: str = "") -> AsyncIterator[Front]:
     from aiohttp import web
     from ray import serve
     from ray.exceptions import RayActorError
@@ -128,6 +128,9 @@ async def started(monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Front]:
     monkeypatch.setattr(serve, "get_replica_context", lambda: context)
     for module in (application, replica):
         monkeypatch.setattr(module, "registrations_of", registrations_of)
+    config = replica.ReplicasConfig.model_validate(
+        {"checkpoint": "adapter", "arguments": f"--comb-max-body 1MiB {arguments}"}
+    )
     registrations: list[Any] = [replica.Registrations()]
     replicas: list[Any] = []
     servers, runners = [Server(), Server()], []
@@ -142,11 +145,11 @@ async def started(monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Front]:
         )  # fmt: skip
         monkeypatch.setattr(replica, "ServerProcess", lambda *_, process=process, **__: process)
         replicas.append(Replica.__new__(Replica))
-        await replicas[-1].__init__(replica.ReplicasConfig.model_validate({"checkpoint": "adapter"}))
+        await replicas[-1].__init__(config)
     calls = SimpleNamespace(remote=lambda request, documents: Stream(replicas[0].answer(request)))
     handle = SimpleNamespace(options=lambda **_: SimpleNamespace(answer=calls), broadcast=broadcast)
     try:
-        yield Front(application.CombIngress(handle, 2**20), replicas, servers, registrations)
+        yield Front(application.CombIngress(handle, config), replicas, servers, registrations)
     finally:
         for each, server, runner in zip(replicas, servers, runners, strict=True):
             server.encoding.set()
@@ -293,6 +296,17 @@ async def test_lost_registrations_are_an_error_then_begin_again(monkeypatch: pyt
         # the first of its changes, as that of "a" was of those that are lost
         assert (await front.send("POST", DOCUMENTS, {"id": "b", "text": "B."})).status == 200
         assert front.documents == [{"b"}, {"b"}]
+
+
+async def test_the_key_comes_before_the_body(monkeypatch: pytest.MonkeyPatch) -> None:
+    async with started(monkeypatch, "--api-key alice carol") as front:
+        long = b" " * 2**21
+        assert (await front.send("POST", CHAT, long, key="bob")).status == 401
+        assert (await front.send("POST", CHAT, long)).status == 413
+        assert (await front.send("POST", "/v1/unknown", long, key="bob")).status == 404
+        assert not any(request.startswith("POST") for request in front.servers[0].asked)
+        assert (await front.send("POST", CHAT, {"documents": []}, key="carol")).status == 200
+        assert (await front.send("GET", "/v1/models", key="bob")).status == 200  # whom it tells, the server says
 
 
 async def test_a_route_prefix_is_not_passed_on(monkeypatch: pytest.MonkeyPatch) -> None:

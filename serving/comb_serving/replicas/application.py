@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import os
 from collections.abc import AsyncIterator
 from typing import Any, cast
 
@@ -22,7 +23,18 @@ from starlette.types import Receive, Scope, Send
 
 from comb_serving.api.fields import check_counts
 from comb_serving.api.http import ClientLeftError, RequestError, header, parse_object, path_of, read_body
-from comb_serving.api.routes import DOCUMENTS, SWITCH, error_body, is_documents, sender_of
+from comb_serving.api.routes import (
+    ASKING,
+    DOCUMENTS,
+    SWITCH,
+    check_request,
+    error_body,
+    is_documents,
+    is_ours,
+    sender_of,
+)
+from comb_serving.config.serve_options import ServeOptions
+from comb_serving.launch.launcher import read_flags
 from comb_serving.replicas.affinity import RoutedDocument, documents_of, ranked
 from comb_serving.replicas.replica import (
     RETRY_AFTER_S,
@@ -39,8 +51,10 @@ _GONE = (RayActorError, DeploymentUnavailableError, BackPressureError)
 class CombIngress:
     """Reads which documents a request has, and passes the answer of the replica that Ray's routing finds for it."""
 
-    def __init__(self, replicas: Any, max_body_bytes: int) -> None:
-        self._replicas, self._max_body_bytes = replicas, max_body_bytes
+    def __init__(self, replicas: Any, config: ReplicasConfig) -> None:
+        self._replicas, self._max_body_bytes = replicas, config.max_body_bytes
+        keys = read_flags(config.arguments, {**os.environ, **config.environment}).key_hashes
+        self._options = ServeOptions(config.checkpoint, key_hashes=keys)
         self._application = serve.get_replica_context().app_name
         self._registering = asyncio.Lock()  # what a refusal puts back is no older than what others were told of
 
@@ -72,6 +86,9 @@ class CombIngress:
         path, sender = path_of(scope), sender_of(header(scope, "authorization"))
         for name in ("content-type", "content-length", "x-request-id"):
             header(scope, name)  # refused when given twice, of which a mapping keeps one
+        # as in a server, the key comes before the body; but the admin's, which the servers alone know
+        if path != SWITCH and (is_ours(path) or request.method not in ASKING):
+            check_request(self._options, request.method, path, header(scope, "authorization"))
         target = scope.get("raw_path", scope["path"].encode()).decode("latin-1")
         target = target.removeprefix(scope.get("root_path", ""))
         query = scope.get("query_string", b"").decode("latin-1")
@@ -192,4 +209,4 @@ def application(given: dict[str, Any]) -> Any:
     ingress = serve.deployment(
         CombIngress, max_ongoing_requests=100_000, graceful_shutdown_timeout_s=30, ray_actor_options={"num_cpus": 0}
     )
-    return ingress.bind(replicas.bind(config), config.max_body_bytes)
+    return ingress.bind(replicas.bind(config), config)
