@@ -126,6 +126,7 @@ def test_hybrids_begin_documents_with_learned_states(family: str, tmp_path: Path
     moved = linked("linktokens")
     assert not close(moved, learned)
     model.save_pretrained(tmp_path)
+    assert "`; on one rank, where" in (tmp_path / "README.md").read_text()  # how it is served
     again = LinkTokensForCausalLM.from_pretrained(tmp_path, backbone=model.backbone)
     assert torch.equal(linked("linktokens", again), moved)
     assert torch.equal(linked("hypic:8", model.backbone, front=str(tmp_path)), moved)
