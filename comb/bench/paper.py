@@ -69,7 +69,7 @@ class PaperOptions(DeviceOptions):
     model: Annotated[str, typer.Option(help="instead of the small ones that the protocol names")] = ""
     questions: Annotated[int, typer.Option(min=1, help="per set")] = 12
     config: Annotated[
-        Path | None, typer.Option(help="the paper's sets: configs/longbench.yaml, or samples: configs/evaluation.yaml")
+        Path | None, typer.Option(help="the paper's sets: configs/longbench.yaml, or public: configs/evaluation.yaml")
     ] = None
     data: Annotated[Path, typer.Option(help="folder in which the files of --config's sets are")] = Path(DATA)
     only: Annotated[str, typer.Option(help="only rows whose figure or table begins like this")] = ""
