@@ -5,7 +5,8 @@
 DATA is a file, a folder or a set on the Hub of rows {"documents": ["..."], "query": "...", "answer": "..."}. What a run
 costs, before it is started:
 
-    comb train configs/nano.yaml model=BACKBONE data=DATA --dry-run
+    comb train configs/nano.yaml model=BACKBONE data=DATA model.num_encoder_layers=8 train.batch_size=8 \\
+        train.ce_weight=0 train.kl_weight=1 --dry-run
 """
 
 import sys
