@@ -6,6 +6,8 @@ import asyncio
 
 import pytest
 
+from comb_serving.api.choice import MethodChoice
+from comb_serving.api.http import RequestError
 from comb_serving.api.routes import CHAT, SWITCH
 from comb_serving.config.serve_options import ServeOptions, key_hash
 from comb_serving.launch.launcher import launch
@@ -70,6 +72,14 @@ async def test_a_server_without_an_encoder_cannot_get_one() -> None:
     state = (await server.post(SWITCH, {"encoder": False}, "admin")).json
     quota = {"documents": {"used": 0, "limit": 3}}
     assert state == {"object": "comb", "encoder": False, "switchable": False, "quota": quota}
+
+
+def test_requests_on_hybrids_get_what_stands_for_a_method_there() -> None:
+    choice = MethodChoice(ServeOptions("nano-hybrid", method="hypic:8,front=prose"))
+    assert choice.of_request({"method": "primed"})[0].name == "hypic:8,front=prose"
+    for other in ("naive", "primed:4", "hypic:4,front=prose"):
+        with pytest.raises(RequestError, match="compiled in another way than those here: ask for hypic:8,front=prose"):
+            choice.of_request({"method": other})
 
 
 def test_an_admin_key_that_clients_have_is_refused() -> None:

@@ -86,6 +86,7 @@ class MethodChoice:
             method = LinkMethod.parse(asked["method"])
         except ValueError as error:
             raise refusal(str(error)) from error
+        method = method.on_hybrids if self.started.states else method
         if method.rule.by_query and not self.started.rule.by_query:
             raise refusal(
                 f"{method.name} has to see what questions look at: start the server with --method {method.name}"
