@@ -107,8 +107,7 @@ def cache_kinds(model: Any) -> list[Any]:
     other = sorted(kept - {"DynamicLayer", "DynamicSlidingWindowLayer"})
     if other:
         raise UnmovableError(
-            f"its cache has layers of type {', '.join(other)}, which keep a state, not keys and values per token (the "
-            "method for hybrids is 'hypic')"
+            f"its cache has layers of type {', '.join(other)}, which keep a state, not keys and values per token"
         )
     if any(map(keeps_nothing, layers)):
         raise UnmovableError("between its layers with keys and values there are some without any")

@@ -22,7 +22,7 @@ from comb.backbones.identity import backbone_of, identity_of, weights_fingerprin
 from comb.backbones.rotary import front_limit
 from comb.backbones.tokenizer import check_front, front_ids, own_tokenizer
 from comb.cache.picache import DecoderPICache, PICache
-from comb.hybrid.caches import new_cache, run
+from comb.hybrid.caches import is_hybrid, new_cache, run
 from comb.hybrid.support import HybridSupport
 from comb.linking.cache import fork_cache
 from comb.linking.passes import compile_tokens
@@ -103,8 +103,9 @@ class TakesFront(Method):
         try:  # first: a model that can't be linked at all may have no tokenizer either
             self.check_model()
         except UnmovableError as reason:
+            others = "'hypic' or 'full'" if is_hybrid(self.backbone) and self.compile_name != "hybrid" else "'full'"
             raise ValueError(
-                f"method {self.name!r} can't be used with this model: {reason}; use method='full', or 'comb' with a "
+                f"method {self.name!r} can't be used with this model: {reason}; use method={others}, or 'comb' with a "
                 "trained encoder where the model can take one"
             ) from reason
         self.front = front_of(self.default_front if front is None else front, model, self.name)

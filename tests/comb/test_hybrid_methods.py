@@ -198,10 +198,12 @@ def test_models_that_it_is_not_for() -> None:
     for spec in ("hypic", "hypic:front=prose"):  # the model is looked at before its tokenizer, which it may not have
         with pytest.raises(ValueError, match=r"no linear-attention layers: use method='attnlink'"):
             methods.create(spec, tiny("llama"))
+    with pytest.raises(ValueError, match="use method='hypic' or 'full'"):
+        methods.create("legolink", model_of("qwen3_next"))
     sliding = tf.Qwen3NextConfig(**BASE, **GDN, head_dim=16, num_experts=4, num_experts_per_tok=2,
                                  moe_intermediate_size=16, shared_expert_intermediate_size=16, sliding_window=8,
                                  layer_types=["linear_attention", "sliding_attention"] * 2)  # fmt: skip
-    with pytest.raises(ValueError, match="sliding windows drop early tokens"):
+    with pytest.raises(ValueError, match=r"sliding windows drop early tokens.*use method='full'"):
         methods.create("hypic", tf.AutoModelForCausalLM.from_config(sliding).eval())
     scaled = tf.BambaConfig(**BASE, **MAMBA2, attn_layer_indices=[2],
                             rope_parameters={"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0})  # fmt: skip
