@@ -194,7 +194,7 @@ HYPIC = {"method": "hypic:8"}
         ({}, "parallel_config.decode_context_parallel_size", 2, "documents are linked"),
         ({}, "parallel_config.prefill_context_parallel_size", 2, "documents are linked"),
         ({}, "parallel_config.enable_dbo", True, "documents are linked"),
-        ({}, "model_config.is_multimodal_model", True, "documents are linked"),
+        ({}, "model_config.is_multimodal_model", True, "documents are linked.*: use --method full"),
         ({}, "model_config.enable_sleep_mode", True, "documents are linked"),
         ({}, "speculative_config", object(), "documents are linked"),
         ({}, "weight_transfer_config", object(), "documents are linked"),
@@ -218,7 +218,16 @@ def test_engines_that_cant_link_are_refused(given: dict[str, str], name: str, va
         check_engine(changed)
 
 
-def test_layers_that_cant_be_linked_are_refused_by_name() -> None:
+@pytest.mark.parametrize("method", ["naive", "hypic:8"])
+def test_a_cache_of_another_kind_is_refused_with_what_serves_it(method: str) -> None:
+    from comb_serving.vllm.linking.setup import check_groups
+
+    groups: Any = SimpleNamespace(kv_cache_groups=[SimpleNamespace(kv_cache_spec=SimpleNamespace())])
+    with pytest.raises(ValueError, match=r"not .*SimpleNamespace.* use --method full"):
+        check_groups(groups, LinkMethod.parse(method))
+
+
+def test_layers_that_cant_be_linked_are_refused_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
     """Not by an engine: vLLM for CPUs starts no second one in a process that has loaded a hybrid's kernels."""
     from comb_serving.vllm.linking.cache_access import cached_layers
     from comb_serving.vllm.linking.states import state_layer
@@ -229,9 +238,15 @@ def test_layers_that_cant_be_linked_are_refused_by_name() -> None:
     with pytest.raises(ValueError, match=r"documents are linked in attention layers; layers.0.mixer is a"):
         cached_layers(made)
     layers.clear()
-    with pytest.raises(ValueError, match="no attention layer"):
+    with pytest.raises(ValueError, match="no attention layer with a KV cache to link: use --method full"):
         cached_layers(made)
     for kind in ("MAMBA1", "SHORT_CONV", "LINEAR", "GDN_ATTN"):
         mixer.mamba_type = SimpleNamespace(name=kind)
-        with pytest.raises(ValueError, match=rf"layers\.0\.mixer is a SimpleNamespace \({kind}\)"):
+        with pytest.raises(ValueError, match=rf"layers\.0\.mixer is a SimpleNamespace \({kind}\): use --method full"):
             state_layer("layers.0.mixer", mixer)
+    layers["layers.0.mixer"] = mixer
+    monkeypatch.setattr("comb_serving.vllm.linking.cache_access.is_linear", lambda layer: True)
+    for given, front in (({"link_tokens": "FOLDER"}, "adapter"), ({}, "prose")):
+        made.kv_transfer_config = config(**given).kv_transfer_config
+        with pytest.raises(ValueError, match=f"keeps a state: use --method hypic:8,front={front}"):
+            cached_layers(made)

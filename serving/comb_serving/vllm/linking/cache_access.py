@@ -17,7 +17,7 @@ from vllm.model_executor.layers.attention.attention import Attention
 from vllm.model_executor.layers.attention.mla_attention import MLAAttention
 from vllm.platforms import current_platform
 
-from comb_serving.vllm.linking.setup import FP8
+from comb_serving.vllm.linking.setup import FP8, link_tokens_of
 from comb_serving.vllm.linking.states import StateLayer, is_linear, state_layer
 
 _DIGIT = 128  # numbers that every dtype of a cache holds exactly
@@ -90,16 +90,17 @@ def cached_layers(vllm_config: Any, *, states: bool = False) -> dict[str, Any]:
             if states and is_linear(layer):
                 continue
             if is_linear(layer):
+                front = "adapter" if link_tokens_of(vllm_config) else "prose"
                 raise ValueError(
                     f"this method links attention layers, and {name} is a {type(layer).__name__}, which keeps a state: "
-                    "use --method hypic:8,front=prose"
+                    f"use --method hypic:8,front={front}"
                 )
             if hasattr(layer, "get_kv_cache_spec") and layer.get_kv_cache_spec(vllm_config) is not None:
                 raise ValueError(f"documents are linked in attention layers; {name} is a {type(layer).__name__}")
         elif getattr(layer, "kv_sharing_target_layer_name", None) is None:
             found[name] = layer
     if not found:
-        raise ValueError("this model has no attention layer with a KV cache: there is nothing to link")
+        raise ValueError("this model has no attention layer with a KV cache to link: use --method full")
     return found
 
 

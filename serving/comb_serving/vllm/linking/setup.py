@@ -100,8 +100,8 @@ def check_engine(vllm_config: Any) -> None:
             )
     if model.is_encoder_decoder or model.is_multimodal_model or model.runner_type != "generate":
         raise ValueError(
-            "documents are linked in models that generate text from text alone, not in ones that also see; the library "
-            "links in these models' text part"
+            "documents are linked in models that generate text from text alone, not in ones that also see: use "
+            "--method full, or the library, which links in these models' text part"
         )
     if vllm_config.lora_config is not None and (link_tokens_of(vllm_config) or method_of(vllm_config).states):
         raise ValueError(
@@ -150,11 +150,11 @@ def check_groups(kv_cache_config: Any, method: LinkMethod) -> None:
     linked = (FullAttentionSpec, MLAAttentionSpec, *([MambaSpec] if method.states else []))
     odd = ", ".join(sorted({type(spec).__name__ for spec in specs if not isinstance(spec, linked)}))
     if odd and method.states:
-        raise ValueError(f"hypic links full attention and linear layers, not {odd}")
+        raise ValueError(f"hypic links full attention and linear layers, not {odd}: use --method full")
     if odd:
         raise ValueError(
             f"documents are linked in models whose layers all keep the whole prompt, not with {odd}: "
-            "behind a sliding window, or in a recurrent state, there is nothing to write them to"
+            "behind a sliding window, or in a recurrent state, there is nothing to write them to; use --method full"
         )
     if len(specs) > 1 and not method.states:
         kinds = ", ".join(sorted({type(spec).__name__ for spec in specs}))

@@ -155,7 +155,7 @@ def state_layer(name: str, layer: Any) -> StateLayer:
         return DenseLayer(layer)
     raise ValueError(
         f"hypic links gated DeltaNet (Qwen3-Next) and Mamba-2 inside vLLM; {name} is a "
-        f"{type(layer).__name__} ({kind}): the library's own hypic has more families, one request at a time"
+        f"{type(layer).__name__} ({kind}): use --method full, or the library's own hypic, which has more families"
     )
 
 
