@@ -149,6 +149,19 @@ def test_what_stands_in_front_of_documents_is_kept_with_its_states(method: str, 
         server.wait_until_idle()
 
 
+def test_documents_are_named_by_the_dtype_of_their_columns() -> None:
+    """--mamba-cache-dtype float16 in place of bfloat16: as many bytes on the disk, and other numbers."""
+    from comb_serving.vllm.linking.cache_access import TokenCodes
+    from comb_serving.vllm.linking.document_pool import DocumentPool
+
+    pool: Any = SimpleNamespace(codes={"layer": TokenCodes(torch.bfloat16)}, states=None)
+    name = DocumentPool.dtype_name.fget
+    assert name is not None
+    assert name(pool) == "bfloat16"
+    pool.states = SimpleNamespace(layers={"linear": SimpleNamespace(columns_dtype=torch.float16)})
+    assert name(pool) == "bfloat16+torch.float16"
+
+
 @given(st.lists(st.tuples(st.integers(0, 3), st.integers(1, 20)), min_size=1, max_size=4), st.integers(0, 3),
        st.integers(3, 8), st.integers(0, 8))  # fmt: skip
 def test_interiors_are_loaded_whole_or_not_at_all(

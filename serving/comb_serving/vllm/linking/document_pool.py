@@ -131,9 +131,11 @@ class DocumentPool:
 
     @property
     def dtype_name(self) -> str:
-        """Of what it holds: the model's, or vLLM's name for an fp8 cache."""
+        """Of what it holds: the model's, or vLLM's name for an fp8 cache; and of the columns of linear layers."""
         layer, codes = next(iter(self.codes.items()))
-        return str(codes.dtype).removeprefix("torch.") if codes.fp8 is None else str(layer.kv_cache_dtype)
+        rows = str(codes.dtype).removeprefix("torch.") if codes.fp8 is None else str(layer.kv_cache_dtype)
+        columns = {str(each.columns_dtype) for each in (self.states.layers.values() if self.states else ())}
+        return "+".join([rows, *sorted(columns)])
 
     @property
     def state_rows(self) -> int:
