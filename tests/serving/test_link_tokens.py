@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -10,6 +11,7 @@ import pytest
 import torch
 import transformers as tf
 
+from comb.linktokens.front import LearnedFront, LinkTokensConfig
 from comb_serving.linking.layout import LinkingLayout
 from comb_training.nano import CHECKPOINT
 from tests.helpers.engines import SMALL
@@ -139,14 +141,20 @@ def test_ranks_keep_their_own_heads() -> None:
     from comb_serving.vllm.linking.cache_access import TokenCodes
     from comb_serving.vllm.linking.document_pool import DocumentPool
 
-    front = [(torch.randn(4, 3, 8), torch.randn(4, 3, 6)) for _ in range(2)]
+    def learned(layers: int) -> LearnedFront:
+        made = LearnedFront(LinkTokensConfig(num_link_tokens=3, layer_shapes=[[4, 8, 6]] * layers))
+        for parameter in made.parameters():
+            torch.nn.init.normal_(parameter)
+        return made
+
+    front = learned(2)
 
     def pool(heads: int) -> Any:
         made: Any = object.__new__(DocumentPool)
         layer: Any = type("Layer", (), {"num_kv_heads": heads, "head_size": 8, "head_size_v": 6})()
         made.layers, made.num_blocks, made.block_size = {"a": layer, "b": layer}, 2, 4
         width = heads * 14
-        made.columns = {"a": slice(0, width), "b": slice(width, 2 * width)}
+        made.columns, made.states = {"a": slice(0, width), "b": slice(width, 2 * width)}, None
         made.rows, made.codes = torch.zeros(2 * 4 + 3, 2 * width), {layer: TokenCodes(torch.float32)}
         return made
 
@@ -154,11 +162,11 @@ def test_ranks_keep_their_own_heads() -> None:
         made = pool(heads)
         made.put_front(front, rank, ranks)
         keys = made.rows[8:, made.columns["b"]][:, : heads * 8].view(3, heads, 8)
-        assert torch.equal(keys, front[1][0][own].transpose(0, 1))
+        assert torch.equal(keys, front.keys[1][own].transpose(0, 1))
         assert not made.rows[:8].any()
     assert pool(4).front_digest() != made.front_digest()
     with pytest.raises(ValueError, match="for 1 layers, this model has 2"):
-        pool(4).put_front(front[:1], 0, 1)
+        pool(4).put_front(learned(1), 0, 1)
     with pytest.raises(ValueError, match="they can't be linked in vLLM"):
         pool(2).put_front(front, 0, 1)
 
@@ -176,3 +184,4 @@ def test_latent_attention_caches_something_else(tmp_path: Path) -> None:
 def test_the_front_lies_behind_the_blocks() -> None:
     layout = LinkingLayout(8, 16, 24, "model", "float32", 63, 4096, front=(1,) * 17, given=True)
     assert layout.front_handle.blocks == (8, 9)
+    assert replace(layout, state_rows=16).front_handle.blocks == (8, 9, 10)
