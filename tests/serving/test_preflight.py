@@ -138,7 +138,7 @@ def test_link_tokens_are_started_on_their_backbone(shell: Shell, tmp_path: Path)
      ("naive,front=prose", "hypic:8,front=prose"), ("hypic:4", "hypic:4"), ("full", "full"),
      ("primed:4", "primed:4"), ("legolink:16", "legolink:16")],
 )  # fmt: skip
-def test_on_hybrids_methods_are_those_of_the_library(method: str | None, there: str) -> None:
+def test_on_hybrids_methods_are_those_of_the_library(shell: Shell, method: str | None, there: str) -> None:
     """`hypic` behind the same front; what has no counterpart, the engine refuses by its first linear layer."""
     assert check_start(ServeOptions("nano-hybrid", method=method)).method == there
     assert check_start(ServeOptions("nano", method=method)).method == (method or "primed")
