@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from transformers.models.llama.modeling_llama import eager_attention_forward
 
@@ -29,14 +28,9 @@ class Lengths:
         """Tokens of the longest row."""
         return int(self.counts.max())
 
-    @property
-    def equal(self) -> bool:
-        """Whether no row needs padding."""
-        return bool((self.counts == self.counts[0]).all())
-
     def mask(self, device: torch.device) -> Tensor | None:
         """True where a padded row holds a token; None when no row is padded. [rows, longest] bool"""
-        if self.equal:
+        if bool((self.counts == self.counts[0]).all()):
             return None
         positions = torch.arange(self.longest, device=device)
         return positions[None, :] < on_device(self.counts, device)[:, None]
@@ -54,21 +48,13 @@ def uses_packing(implementation: str | None) -> bool:
 
 
 def attend(
-    module: nn.Module,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    *,
-    implementation: str | None,
-    scaling: float,
-    key_mask: Tensor | None = None,
-    causal: bool = False,
-    **packing: Any,
-) -> Tensor:
+    module: Any, query: Tensor, key: Tensor, value: Tensor, implementation: str | None, *,
+    key_mask: Tensor | None = None, causal: bool = False, **packing: Any,
+) -> Tensor:  # fmt: skip
     """Softmax attention, without or with a causal mask; keys that are more than the queries stand in front of all.
 
     Args:
-        module: has `num_key_value_groups`, as transformers' attention functions expect.
+        module: has `scaling`, and `num_key_value_groups`, as transformers' attention functions expect.
         query: [rows, heads, queries, head_dim]
         key, value: [rows, kv_heads, keys, head_dim]
         key_mask: True where a key exists. [rows, keys] bool
@@ -87,9 +73,7 @@ def attend(
         mask = visible[None, None] if mask is None else mask & visible
     if mask is not None and implementation in (None, "eager"):  # adds it to the scores
         mask = torch.zeros_like(mask, dtype=query.dtype).masked_fill(~mask, torch.finfo(query.dtype).min)
-    function: Callable[..., Any] = ALL_ATTENTION_FUNCTIONS.get_interface(
-        implementation or "eager", eager_attention_forward
-    )
+    function: Any = ALL_ATTENTION_FUNCTIONS.get_interface(implementation or "eager", eager_attention_forward)
     given = query.dtype
     # those of transformers and those from the Hub; what somebody has registered may take anything
     is_flash = implementation is not None and (implementation.startswith("flash_attention") or "/" in implementation)
@@ -97,7 +81,8 @@ def attend(
         # its kernels know 16-bit types only; an adapter kept in float32 computes its attention in bfloat16
         query, key, value = query.bfloat16(), key.bfloat16(), value.bfloat16()
     output, _ = function(
-        module, query, key, value, mask, dropout=0.0, scaling=scaling, is_causal=causal and mask is None, **packing
-    )
+        module, query, key, value, mask,
+        dropout=0.0, scaling=module.scaling, is_causal=causal and mask is None, **packing,
+    )  # fmt: skip
     result: Tensor = output.to(given)
     return result

@@ -167,15 +167,7 @@ class CrossAttention(nn.Module):
         """What the heads read. [rows_with_documents, tokens, hidden] -> [.., tokens, heads * head_dim]"""
         query = self.q_norm(self.q_proj(hidden).unflatten(-1, (-1, self.head_dim))).transpose(1, 2)
         query, keys, values, mask = documents.attention_inputs(layer, query)
-        mixed = attend(
-            self,
-            query,
-            keys.to(query),
-            values.to(query),
-            implementation=documents.implementation,
-            scaling=self.scaling,
-            **mask,
-        )
+        mixed = attend(self, query, keys.to(query), values.to(query), documents.implementation, **mask)
         return mixed.reshape(*hidden.shape[:2], -1)
 
 

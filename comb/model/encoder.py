@@ -112,28 +112,16 @@ class EncoderAttention(nn.Module):
         return apply_rotary(key, *rotary), self._heads(self.v_proj(hidden), None)
 
     def forward(
-        self,
-        hidden: Tensor,
-        rotary: tuple[Tensor, Tensor],
-        front: Tensor | None = None,
-        counts: list[int] | None = None,
-        **mask: Any,
-    ) -> Tensor:
+        self, hidden: Tensor, rotary: tuple[Tensor, Tensor], front: Tensor | None = None,
+        counts: list[int] | None = None, **mask: Any,
+    ) -> Tensor:  # fmt: skip
         """[rows, tokens, hidden] -> the same shape. front [2, kv_heads, tokens, head_dim]; counts: see `in_front`"""
         query = self._heads(self.q_proj(hidden), getattr(self, "q_norm", None))
         key, value = self.keys_and_values(hidden, rotary)
         if front is not None:
             key, value = in_front(front[0], key, counts), in_front(front[1], value, counts)
-        mixed = attend(
-            self,
-            apply_rotary(query, *rotary),
-            key,
-            value,
-            implementation=self.config._attn_implementation,
-            scaling=self.scaling,
-            causal=self.config.causal,
-            **mask,
-        )
+        query, implementation = apply_rotary(query, *rotary), self.config._attn_implementation
+        mixed = attend(self, query, key, value, implementation, causal=self.config.causal, **mask)
         return self.o_proj(mixed.flatten(2))  # type: ignore[no-any-return]
 
     def _heads(self, x: Tensor, norm: nn.Module | None) -> Tensor:
