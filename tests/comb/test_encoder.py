@@ -325,47 +325,33 @@ def rms_norm(x: Tensor, weight: Tensor) -> Tensor:
     return x / (x.pow(2).mean(-1, keepdim=True) + EPS).sqrt() * weight
 
 
-def silu(x: Tensor) -> Tensor:
-    return x / (1 + (-x).exp())
-
-
 def rotate(x: Tensor, theta: float) -> Tensor:
     """[T, d]: pairs (i, i + d/2) turned by position * theta^(-2i/d)."""
     half = x.shape[-1] // 2
-    out = torch.empty_like(x)
-    for position in range(len(x)):
-        for index in range(half):
-            angle = position * theta ** (-2 * index / x.shape[-1])
-            a, b = x[position, index], x[position, index + half]
-            out[position, index] = a * math.cos(angle) - b * math.sin(angle)
-            out[position, index + half] = b * math.cos(angle) + a * math.sin(angle)
-    return out
+    angles = torch.arange(len(x)).outer(theta ** (-torch.arange(half).double() / half))
+    turned = torch.complex(*x.split(half, dim=-1)) * torch.polar(torch.ones_like(angles), angles)
+    return torch.cat([turned.real, turned.imag], dim=-1)
 
 
 def softmax_attention(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
     """[Q, d], [T, d], [T, d] -> [Q, d]; every query sees every key."""
-    weights = (query @ key.T / math.sqrt(query.shape[-1])).exp()
-    return weights / weights.sum(-1, keepdim=True) @ value
-
-
-def heads_of(x: Tensor, size: int) -> list[Tensor]:
-    return list(x.split(size, dim=-1))
+    return (query @ key.T / math.sqrt(query.shape[-1])).softmax(-1) @ value
 
 
 def gated_mlp(x: Tensor, w: dict[str, Tensor], name: str) -> Tensor:
     gate, up, down = (w[f"{name}.{part}_proj.weight"] for part in ("gate", "up", "down"))
-    return (silu(x @ gate.T) * (x @ up.T)) @ down.T
+    return (nn.functional.silu(x @ gate.T) * (x @ up.T)) @ down.T
 
 
-def encode(w: dict[str, Tensor], config: object, layers: int, hidden: Tensor) -> list[Tensor]:
+def encode(w: dict[str, Tensor], config: Any, layers: int, hidden: Tensor) -> list[Tensor]:
     """Eq. 1-4: every encoder layer's output, [T, D] each. Bidirectional: no mask."""
-    size, groups = config.head_dim, config.num_attention_heads // config.num_key_value_heads  # type: ignore[attr-defined]
-    theta = config.rope_parameters["rope_theta"]  # type: ignore[attr-defined]
+    size, groups = config.head_dim, config.num_attention_heads // config.num_key_value_heads
+    theta = config.rope_parameters["rope_theta"]
     outputs = []
     for index in range(layers):
         at = f"encoder.layers.{index}"
         x = rms_norm(hidden, w[f"{at}.input_layernorm.weight"])
-        query, key, value = (heads_of(x @ w[f"{at}.self_attn.{part}_proj.weight"].T, size) for part in ("q", "k", "v"))
+        query, key, value = ((x @ w[f"{at}.self_attn.{part}_proj.weight"].T).split(size, -1) for part in "qkv")
         mixed = [
             softmax_attention(rotate(q, theta), rotate(key[head // groups], theta), value[head // groups])
             for head, q in enumerate(query)
@@ -378,19 +364,19 @@ def encode(w: dict[str, Tensor], config: object, layers: int, hidden: Tensor) ->
 
 
 def cross_block(
-    w: dict[str, Tensor], config: object, at: int, source: Tensor, hidden: Tensor, gate: Callable[[Tensor], Tensor]
+    w: dict[str, Tensor], config: Any, at: int, source: Tensor, hidden: Tensor, gate: Callable[[Tensor], Tensor]
 ) -> Tensor:
     """Eq. 5-8: keys and values of one cross block from the encoder's output `source` [T, D], and the gated block."""
-    size, groups = config.head_dim, config.num_attention_heads // config.num_key_value_heads  # type: ignore[attr-defined]
+    size, groups = config.head_dim, config.num_attention_heads // config.num_key_value_heads
     head, block = f"encoder.key_value_heads.{at}", f"cross_blocks.{at}"
     norm = w.get(f"{head}.norm.weight")
     source = source if norm is None else rms_norm(source, norm)
-    key = [rms_norm(k, w[f"{head}.k_norm.weight"]) for k in heads_of(source @ w[f"{head}.k_proj.weight"].T, size)]
-    value = heads_of(source @ w[f"{head}.v_proj.weight"].T, size)
+    key = [rms_norm(k, w[f"{head}.k_norm.weight"]) for k in (source @ w[f"{head}.k_proj.weight"].T).split(size, -1)]
+    value = (source @ w[f"{head}.v_proj.weight"].T).split(size, -1)
     x = rms_norm(hidden, w[f"{block}.input_layernorm.weight"])
     query = [
         rms_norm(q, w[f"{block}.cross_attn.q_norm.weight"])
-        for q in heads_of(x @ w[f"{block}.cross_attn.q_proj.weight"].T, size)
+        for q in (x @ w[f"{block}.cross_attn.q_proj.weight"].T).split(size, -1)
     ]
     mixed = [softmax_attention(q, key[number // groups], value[number // groups]) for number, q in enumerate(query)]
     attended = torch.cat(mixed, -1) @ w[f"{block}.cross_attn.o_proj.weight"].T
