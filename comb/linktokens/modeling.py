@@ -47,12 +47,7 @@ class LinkTokensForCausalLM(AdapterModel, GenerationMixin):
     config_class = LinkTokensConfig
 
     def __init__(self, config: LinkTokensConfig, backbone: PreTrainedModel | None = None) -> None:
-        if backbone is None:
-            backbone = AutoModelForCausalLM.from_config(config.backbone_config)
-        if config._attn_implementation is None:
-            config._attn_implementation = backbone.config._attn_implementation
-        super().__init__(config)
-        self.backbone = backbone.requires_grad_(False)
+        super().__init__(config, backbone)
         self.front = LearnedFront(config)
 
     @classmethod

@@ -7,11 +7,12 @@ import tempfile
 from abc import abstractmethod
 from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Self
+from typing import Any, Self
 
 import torch
+from huggingface_hub import HfApi
 from torch import Tensor, nn
-from transformers import GenerationConfig, PreTrainedModel
+from transformers import AutoModelForCausalLM, GenerationConfig, PreTrainedModel
 
 from comb.backbones import backbones
 from comb.backbones.adapter import AdapterConfig, check_fingerprint, check_no_model_in, fingerprint_with_weights
@@ -22,9 +23,6 @@ from comb.backbones.tokenizer import tokenizer_fingerprint
 from comb.backbones.unpublished import write_private
 from comb.files import rewritten, share_weights
 from comb.model.weights import WEIGHTS, WEIGHTS_INDEX, load_adapter, own_state, read_weights
-
-if TYPE_CHECKING:
-    from huggingface_hub import HfApi
 
 _WEIGHT_FILES = (WEIGHTS, WEIGHTS_INDEX, "model-*.safetensors")
 
@@ -42,7 +40,13 @@ class AdapterModel(PreTrainedModel):
     _supports_flex_attn = True
     _supports_attention_backend = True
 
-    backbone: PreTrainedModel
+    def __init__(self, config: AdapterConfig, backbone: PreTrainedModel | None = None) -> None:
+        if backbone is None:
+            backbone = AutoModelForCausalLM.from_config(config.backbone_config)
+        if config._attn_implementation is None:
+            config._attn_implementation = backbone.config._attn_implementation
+        super().__init__(config)
+        self.backbone: PreTrainedModel = backbone.requires_grad_(False)
 
     def _of_the_backbone(self, *_: Any, **__: Any) -> Any:
         """What transformers' models have for PEFT's adapters, which would look for layers of theirs here."""
@@ -106,12 +110,10 @@ class AdapterModel(PreTrainedModel):
             trained = trained_quantised(settings, backbone or settings.backbone_name_or_path)
             kwargs |= {} if trained is None else {"quantization_config": trained}
         if backbone is None:
-            loaded = load_backbone(settings.backbone_name_or_path, revision=settings.backbone_revision, **kwargs)
-        elif isinstance(backbone, PreTrainedModel):
-            loading = {key: value for key, value in kwargs.items() if key not in HUB_ARGUMENTS and value is not None}
-            loaded = load_backbone(backbone, **loading)
-        else:
-            loaded = load_backbone(backbone, **kwargs)
+            kwargs["revision"] = settings.backbone_revision
+        if isinstance(backbone, PreTrainedModel):
+            kwargs = {key: value for key, value in kwargs.items() if key not in HUB_ARGUMENTS and value is not None}
+        loaded = load_backbone(settings.backbone_name_or_path if backbone is None else backbone, **kwargs)
         if settings.backbone_fingerprint is not None:
             check_fingerprint(loaded, settings.backbone_fingerprint, settings.backbone_name_or_path)
         known = is_hub_id(settings.backbone_name_or_path) or settings.backbone_name_or_path in backbones  # by others
@@ -176,7 +178,7 @@ class AdapterModel(PreTrainedModel):
         write_private(folder, backbone=name if Path(name).is_absolute() else None)
         write_card(self.config, folder)
         if push_to_hub:
-            push(folder, repo_id or folder.name, private=private, api=_api(token))
+            push(folder, repo_id or folder.name, private=private, api=HfApi(token=token))
 
     def push_to_hub(
         self, repo_id: str, *, tokenizer: Any = None, private: bool = False, token: str | None = None, **kwargs: Any
@@ -190,7 +192,7 @@ class AdapterModel(PreTrainedModel):
 
         with tempfile.TemporaryDirectory() as folder:
             self.save_pretrained(folder, tokenizer=tokenizer, **kwargs)
-            return push(folder, repo_id, private=private, api=_api(token))
+            return push(folder, repo_id, private=private, api=HfApi(token=token))
 
     def _whole(self, weights: Mapping[str, Tensor], dtype: torch.dtype) -> Mapping[str, Tensor]:
         """A checkpoint's weights as the model has them, in `dtype` what isn't in it."""
@@ -287,9 +289,3 @@ def device_of(module: nn.Module) -> torch.device:
     if execution is not None:
         return torch.device(execution)
     return next((parameter.device for parameter in module.parameters()), torch.device("cpu"))
-
-
-def _api(token: str | None) -> HfApi | None:
-    from huggingface_hub import HfApi
-
-    return None if token is None else HfApi(token=token)

@@ -14,13 +14,7 @@ from typing import Any, ClassVar, Self
 
 import torch
 from torch import Tensor, nn
-from transformers import (
-    AutoModelForCausalLM,
-    GenerationMixin,
-    PreTrainedModel,
-    StoppingCriteria,
-    StoppingCriteriaList,
-)
+from transformers import AutoModelForCausalLM, GenerationMixin, PreTrainedModel, StoppingCriteria, StoppingCriteriaList
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from comb.backbones.adapter import backbone_fingerprint
@@ -33,12 +27,7 @@ from comb.model.adapter import AdapterModel, device_of, floating, frozen_backbon
 from comb.model.config import CombConfig, CombEncoderConfig, spread_cross_layers
 from comb.model.cross_attention import CrossBlock, KeyValues, LayerHooks, LinkedDocuments
 from comb.model.encoder import CombEncoder, equal_parts, padded_batches
-from comb.model.initialization import (
-    encoder_config_for,
-    initialize_from_backbone,
-    initialize_random,
-    sources_of_layers,
-)
+from comb.model.initialization import encoder_config_for, initialize_from_backbone, initialize_random, sources_of_layers
 from comb.model.lora import merged
 from comb.waits import on_device
 
@@ -72,13 +61,8 @@ class CombForCausalLM(AdapterModel, GenerationMixin):
     _no_split_modules: ClassVar[list[str]] = ["EncoderLayer", "CrossBlock"]
 
     def __init__(self, config: CombConfig, backbone: PreTrainedModel | None = None) -> None:
-        if backbone is None:
-            backbone = AutoModelForCausalLM.from_config(config.backbone_config)
-        if config._attn_implementation is None:
-            config._attn_implementation = backbone.config._attn_implementation
-        super().__init__(config)
-        self.backbone = backbone.requires_grad_(False)
-        self.info: BackboneInfo = inspect_backbone(backbone)
+        super().__init__(config, backbone)
+        self.info: BackboneInfo = inspect_backbone(self.backbone)
         encoder_config: CombEncoderConfig = config.encoder_config  # type: ignore[assignment]  # a dict only before init
         encoder_config._attn_implementation = config._attn_implementation
         layers: list[int] = config.cross_attention_layers or []
@@ -89,7 +73,7 @@ class CombForCausalLM(AdapterModel, GenerationMixin):
         functions: dict[int, Callable[[Tensor], Tensor]] = {
             layer: functools.partial(self._cross, block) for layer, block in zip(layers, self.cross_blocks, strict=True)
         }
-        self._hooks = LayerHooks(backbone.get_submodule(self.info.layers_path), functions)
+        self._hooks = LayerHooks(self.backbone.get_submodule(self.info.layers_path), functions)
         self._kept_fingerprint: str | None = None
         self.agree_on_passes: Callable[[int, int], int] | None = None
         """``agree(passes wanted, most possible) -> passes`` of the encoder per training batch, for runs whose ranks
@@ -202,7 +186,6 @@ class CombForCausalLM(AdapterModel, GenerationMixin):
         return whole
 
     def _place(self, dtype: torch.dtype) -> Self:
-        """Moves each part of the adapter to where the backbone needs it, in `dtype`."""
         self.encoder.to(device=device_of(self.backbone.get_input_embeddings()), dtype=dtype)
         layers = self.backbone.get_submodule(self.info.layers_path)
         for index, block in zip(self.config.cross_attention_layers, self.cross_blocks, strict=True):
@@ -292,17 +275,15 @@ class CombForCausalLM(AdapterModel, GenerationMixin):
             raise ValueError("documents were given while the encoder is disabled; put them into the prompt as text")
         segments = [token_ids_of(item) for row in rows for item in row if not isinstance(item, CrossPICache)]
         encoded = iter(self._encode(segments))
-        device = self.device
-        key_values: list[list[KeyValues]] = []
-        for row in rows:
-            key_values.append([])
-            for item in row:
-                if isinstance(item, CrossPICache):
-                    self.check_picache(item)
-                    key_values[-1].append((item.keys.to(device), item.values.to(device)))
-                else:
-                    key_values[-1].append(next(encoded))
-        link = LinkedDocuments(key_values, self.config._attn_implementation, reading)
+
+        def key_values(item: CrossPICache | Segment) -> KeyValues:
+            if not isinstance(item, CrossPICache):
+                return next(encoded)
+            self.check_picache(item)
+            return item.keys.to(self.device), item.values.to(self.device)
+
+        given = [[key_values(item) for item in row] for row in rows]
+        link = LinkedDocuments(given, self.config._attn_implementation, reading)
         with _Attached(self, link):
             yield link
 
@@ -318,12 +299,10 @@ class CombForCausalLM(AdapterModel, GenerationMixin):
         return next((link for model, link in reversed(_linked.get()) if model is self), None)
 
     def _cross(self, block: nn.Module, hidden: Tensor) -> Tensor:
-        link = self._current_link()
-        if link is None:
+        if (link := self._current_link()) is None:
             return hidden
         link.was_read = True
-        crossed: Tensor = block(hidden, link)
-        return crossed
+        return block(hidden, link)  # type: ignore[no-any-return]
 
     # --- running -------------------------------------------------------------------------------------------
 
@@ -348,9 +327,9 @@ class CombForCausalLM(AdapterModel, GenerationMixin):
         Returns:
             the backbone's output.
         """
-        given = (input_ids, kwargs.get("inputs_embeds"))
-        check_rows(documents, *given)
-        with self.linked(documents, _reading(prefix_tokens, attention_mask, *given)) as link:
+        given = kwargs.get("inputs_embeds") if input_ids is None else input_ids
+        check_rows(documents, given)
+        with self.linked(documents, _reading(prefix_tokens, attention_mask, given)) as link:
             output = self.backbone(input_ids=input_ids, attention_mask=attention_mask, labels=labels, **kwargs)
         if link is not None:
             _check_read(link)
@@ -374,9 +353,10 @@ class CombForCausalLM(AdapterModel, GenerationMixin):
             ValueError: for documents beside `guidance_scale`, whose pass without the prompt would read them, too, or
                 `assistant_early_exit`.
         """
-        given = (inputs, kwargs.get("input_ids"), kwargs.get("inputs_embeds"))
-        check_rows(documents, *given)
-        with self.linked(documents, _reading(prefix_tokens, kwargs.get("attention_mask"), *given)) as link:
+        prompts = inputs, kwargs.get("input_ids"), kwargs.get("inputs_embeds")
+        given = next((prompt for prompt in prompts if prompt is not None), None)
+        check_rows(documents, given)
+        with self.linked(documents, _reading(prefix_tokens, kwargs.get("attention_mask"), given)) as link:
             if link is not None:
                 settings = kwargs.get("generation_config") or self.generation_config
                 for name, off, reason in (
@@ -485,9 +465,8 @@ def checked_rows(documents: Documents | None) -> list[list[CrossPICache | Segmen
     return [list(row) for row in documents]
 
 
-def check_rows(documents: Documents | None, *inputs: Tensor | None) -> None:
-    """Raises ValueError if there aren't as many lists of documents as rows in the first of `inputs` that is given."""
-    given = next((tensor for tensor in inputs if tensor is not None), None)
+def check_rows(documents: Documents | None, given: Tensor | None) -> None:
+    """Raises ValueError if there aren't as many lists of documents as rows in what is given."""
     if documents is not None and given is not None and len(checked_rows(documents)) != given.shape[0]:
         raise ValueError(
             f"documents has {len(documents)} lists for {given.shape[0]} rows of input_ids: "
@@ -495,9 +474,8 @@ def check_rows(documents: Documents | None, *inputs: Tensor | None) -> None:
         )
 
 
-def _reading(prefix_tokens: Sequence[int] | None, mask: Tensor | None, *inputs: Tensor | None) -> Tensor | None:
+def _reading(prefix_tokens: Sequence[int] | None, mask: Tensor | None, given: Tensor | None) -> Tensor | None:
     """True where a prompt's tokens read documents, behind its prefix; padding on either side. [rows, tokens]"""
-    given = next((tensor for tensor in inputs if tensor is not None), None)
     if given is None or prefix_tokens is None or not any(prefix_tokens):
         return None
     rows, tokens = given.shape[:2]

@@ -133,7 +133,7 @@ def test_push_and_load_by_id(
     assert set(hub.repos["me/tiny"]) == FILES
     assert hub.repositories["me/tiny"].private
     assert len(hub.repositories["me/tiny"].commits) == 2  # the repository's first, and one with everything
-    monkeypatch.setattr("comb.model.adapter._api", lambda token: api)
+    monkeypatch.setattr("comb.model.adapter.HfApi", lambda token: api)
     local = CombForCausalLM.from_pretrained(adapter, backbone=tiny("llama"))
     local.push_to_hub("me/method", tokenizer=byte_tokenizer())
     local.save_pretrained(tmp_path / "copy", tokenizer=byte_tokenizer(), push_to_hub=True, repo_id="me/argument")
