@@ -323,16 +323,6 @@ def test_segments_that_cannot_be_encoded(model: CombForCausalLM, segment: list[i
 
 
 @torch.no_grad()
-def test_more_cross_blocks_than_encoder_layers(query: torch.Tensor) -> None:
-    backbone, layers = tiny("qwen3"), [0, 1, 3]
-    model = open_gates(CombForCausalLM.from_backbone(backbone, num_encoder_layers=2, cross_attention_layers=layers))
-    assert model.config.cross_encoder_layers == [0, 1, 1]
-    (pic,) = model.encode([SEGMENTS[0]])
-    assert pic.keys.shape == (3, 4, 2, 16)
-    assert not torch.equal(model(query, documents=[[pic], []]).logits, model(query).logits)
-
-
-@torch.no_grad()
 def test_the_first_layers_give_blocks_what_the_backbone_has_of_a_document_alone() -> None:
     backbone = tiny("llama")
     options: dict[str, Any] = {"cross_attention_layers": [1, 2, 3], "encoder_causal": True, "initialization": "first"}
