@@ -46,11 +46,6 @@ class LayerParts:
     qk_norm: str = "none"
     norm_placement: str = "pre"
 
-    @property
-    def attention_bias(self) -> bool:
-        """Whether the query, key and value projections have biases."""
-        return "self_attn.q_proj.bias" in self.weights
-
     def has(self, *names: str) -> bool:
         """Whether all of these weights were found."""
         return all(name in self.weights for name in names)
@@ -220,7 +215,7 @@ def encoder_config_for(
     layers: nn.ModuleList = backbone.get_submodule(info.layers_path)
     part = layer_parts(layers, len(layers) // 2, info, text_config(backbone))
     config.qk_norm, config.norm_placement = part.qk_norm, part.norm_placement
-    config.attention_bias = part.attention_bias
+    config.attention_bias = part.has("self_attn.q_proj.bias")
     if initialization == "first" and part.qk_norm == "none":
         config.cross_qk_norm = "none"
     return config
