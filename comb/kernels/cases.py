@@ -97,9 +97,7 @@ class MacCase:
 
         def plain(by: float = scale) -> tuple[MacStep, MacState]:
             written = deepcopy(state)
-            found, rows = step(written, unrotated, query, keys, values, start, config, by)
-            written.write(rows)
-            return found, written
+            return step(written, unrotated, query, keys, values, start, config, by), written
 
         def rival(length: int = self.context) -> Tensor:
             # query heads that share keys are queries of one head: keys are read once

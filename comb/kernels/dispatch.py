@@ -26,16 +26,10 @@ def has_triton() -> bool:
 
 
 def computed_step(
-    state: MacState,
-    unrotated: Tensor,
-    query: Tensor,
-    keys: Tensor,
-    values: Tensor,
-    start: Tensor,
-    config: MacConfig,
+    state: MacState, unrotated: Tensor, query: Tensor, keys: Tensor, values: Tensor, start: Tensor, config: MacConfig,
     scale: float,
-) -> tuple[MacStep, str]:
-    """One step as `comb.kernels.mac.step.step` takes it, its rows put into `state`.
+) -> tuple[MacStep, str]:  # fmt: skip
+    """`comb.kernels.mac.step.step`.
 
     Returns:
         the step, and why the kernels didn't compute it; empty where they did or weren't asked to.
@@ -47,9 +41,7 @@ def computed_step(
             from comb.kernels.mac.kernel import fused_step
 
             return fused_step(state, unrotated, query, keys, values, start, config, scale), ""
-    done, rows = step(state, unrotated, query, keys, values, start, config, scale)
-    state.write(rows)
-    return done, reason
+    return step(state, unrotated, query, keys, values, start, config, scale), reason
 
 
 def attend(query: Tensor, layer: PagedLayer, batch: PagedBatch) -> Tensor:

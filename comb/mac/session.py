@@ -27,7 +27,7 @@ from comb.backbones.torch_private import base_of, writes
 from comb.backbones.transformers_private import attention_name
 from comb.kernels.dispatch import computed_step
 from comb.kernels.mac.mac_config import MacConfig
-from comb.kernels.mac.state import MacState, prompt_rows, rows_to_keep
+from comb.kernels.mac.state import MacState, rows_to_keep, write_prompt
 from comb.locks import held_here, lock_of
 from comb.mac.accounting import LayerCounts, MacReport
 from comb.mac.passes import DecoderPass, PassReader, cache_layer, why_exact
@@ -250,8 +250,8 @@ class MacSession:
             if kept := rows_to_keep(here, config):
                 query = call.query[:, :, -kept:]
                 unrotated = layer.queries.unrotated(query, positions.expand(-1, tokens)[:, -kept:])
-                rows = prompt_rows(unrotated, query, call.keys, call.values, here[-kept:], start, config, call.scale)
-                state.write(rows)
+                given = call.keys, call.values, here[-kept:], start, config, call.scale
+                write_prompt(state, unrotated, query, *given)
             return output
         unrotated = layer.queries.unrotated(call.query, positions)[:, :, 0]
         query = call.query[:, :, 0]

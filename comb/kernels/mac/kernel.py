@@ -1,4 +1,4 @@
-"""A decode step of MAC attention in three launches: `comb.kernels.mac.step.step`, and its rows written into the rings.
+"""A decode step of MAC attention, `comb.kernels.mac.step.step`, in three launches.
 
 1. Match: a program per row and query head looks through its ring, and says which keys are left to read.
 2. Ranges: attention to those keys. Query heads that share a key/value head are rows of one matrix product, over the
@@ -239,10 +239,7 @@ def fused_step(
     state: MacState, unrotated: Tensor, query: Tensor, keys: Tensor, values: Tensor, start: Tensor, config: MacConfig,
     scale: float, launch: Launch | None = None,
 ) -> MacStep:  # fmt: skip
-    """As `comb.kernels.mac.step.step`, in 32 bits, with the step's rows put into `state`.
-
-    Never waits for the device.
-    """
+    """As `comb.kernels.mac.step.step`, in 32 bits. Never waits for the device."""
     unrotated = unrotated if unrotated.stride(-1) == 1 else unrotated.contiguous()
     (rows, heads, width), value_width, device = query.shape, values.shape[-1], query.device
     low, high = torch.empty(2, len(RANGES), rows, heads, dtype=torch.int32, device=device)

@@ -35,23 +35,21 @@ def accumulator(dtype: torch.dtype) -> torch.dtype:
     return torch.float64 if dtype == torch.float64 else torch.float32
 
 
-@dataclass
-class RingEntries:
-    """What queries leave behind, ready to be written, for N positions of every row, which lie within one window.
+def finite(lse: Tensor) -> Tensor:
+    """`lse` with 0 for -inf, so that differences to it are never NaN."""
+    return torch.where(lse == EMPTY, torch.zeros_like(lse), lse)
 
-    Shapes: query [B, N, H, D], o [B, N, H, V], lse, chain and drift [B, N, H], pos [B, N] (negative: not written).
-    """
+
+@dataclass
+class MacState:
+    """The rings of one layer; see the module's text for their layout. Made by `MacState.empty`."""
 
     query: Tensor
     o: Tensor
     lse: Tensor
+    pos: Tensor
     chain: Tensor
     drift: Tensor
-    pos: Tensor
-
-
-class MacState(RingEntries):
-    """The rings of one layer; see the module's text for their layout. Made by `MacState.empty`."""
 
     @classmethod
     def empty(cls, rows: int, heads: int, width: int, value_width: int, config: MacConfig, like: Tensor) -> MacState:
@@ -85,29 +83,25 @@ class MacState(RingEntries):
         bound = torch.as_tensor(length, device=self.pos.device).reshape(-1, 1)
         self.pos.masked_fill_(self.pos >= bound, -1)
 
-    def write(self, rows: RingEntries) -> None:
-        """Puts `rows` into their slots, over whatever was there."""
-        row, slot = torch.arange(len(rows.pos), device=rows.pos.device)[:, None], rows.pos % self.window
+    def write(self, pos: Tensor, **entries: Tensor) -> None:
+        """Puts what queries at `pos` [B, N] leave into their slots, over whatever was there; for every ring its
+        `entries` [B, N, ...]. Positions lie within one window; at negative ones nothing is written."""
+        row, slot = torch.arange(len(pos), device=pos.device)[:, None], pos % self.window
         # to pick out those that are written, the host would have to wait for the device; so the others, whose slots
         # are their own as all lie within one window, get what they had
-        written = rows.pos >= 0
-        for name, ring in vars(self).items():
-            new = getattr(rows, name)
+        written = pos >= 0
+        for name, new in {"pos": pos, **entries}.items():
+            ring = getattr(self, name)
             chosen = written.view(*written.shape, *[1] * (new.ndim - 2))
             ring[row, slot] = torch.where(chosen, new.to(ring.dtype), ring[row, slot])
 
 
-def prompt_rows(
-    unrotated: Tensor,
-    query: Tensor,
-    keys: Tensor,
-    values: Tensor,
-    index: Tensor,
-    start: Tensor,
-    config: MacConfig,
-    scale: float,
-) -> RingEntries:
-    """Ring entries that a prompt's last queries [B, H, N, D] leave, at key indices `index` [N] of keys [B, G, L, D].
+def write_prompt(
+    state: MacState, unrotated: Tensor, query: Tensor, keys: Tensor, values: Tensor, index: Tensor, start: Tensor,
+    config: MacConfig, scale: float,
+) -> None:  # fmt: skip
+    """Puts into the rings what a prompt's last queries [B, H, N, D] leave, at key indices `index` [N] of keys
+    [B, G, L, D].
 
     Source: MAC-Attention sec. 4.2 (rectify-append), computed without subtraction.
 
@@ -135,17 +129,17 @@ def prompt_rows(
         inside = (place >= low) & (place < behind)
         scores = scores.masked_fill(~inside[:, None, None], EMPTY)
         sums = torch.logsumexp(scores, dim=-1)
-        weights = torch.exp(scores - torch.where(sums == EMPTY, torch.zeros_like(sums), sums)[..., None])
+        weights = torch.exp(scores - finite(sums)[..., None])
         o[:, :, part] = torch.einsum("bghnt,bgtv->bghnv", weights, some_values).flatten(1, 2)
         lse[:, :, part] = sums.flatten(1, 2)
     zeros = torch.zeros(shape, device=query.device).transpose(1, 2)
-    return RingEntries(
+    state.write(
+        position,
         query=unrotated.to(kind).transpose(1, 2),
         o=o.transpose(1, 2),
         lse=lse.transpose(1, 2),
         chain=zeros.to(torch.int32),
         drift=zeros,
-        pos=position,
     )
 
 

@@ -1,4 +1,4 @@
-"""One decode step of MAC attention: match, amend, complete. A function of tensors; `MacState.write` keeps its rows.
+"""One decode step of MAC attention: match, amend, complete.
 
 Positions are counted per row without its padding: row b's keys begin at key index ``start[b]``, its query stands at
 m = L - 1 - start[b]. With sink F and E(p) = max(p + 1 - r, 0), per row and query head:
@@ -24,7 +24,7 @@ import torch
 from torch import Tensor
 
 from comb.kernels.mac.mac_config import MacConfig
-from comb.kernels.mac.state import EMPTY, MacState, RingEntries, accumulator
+from comb.kernels.mac.state import EMPTY, MacState, accumulator, finite
 
 RANGES = ("amend", "tail", "sink")
 """Of keys that a step reads: what a reused summary doesn't hold, up to E(m); tail and sink, which are never kept."""
@@ -92,16 +92,10 @@ class MacStep:
 
 
 def step(
-    state: MacState,
-    unrotated: Tensor,
-    query: Tensor,
-    keys: Tensor,
-    values: Tensor,
-    start: Tensor,
-    config: MacConfig,
+    state: MacState, unrotated: Tensor, query: Tensor, keys: Tensor, values: Tensor, start: Tensor, config: MacConfig,
     scale: float,
-) -> tuple[MacStep, RingEntries]:
-    """Attention of one new token per row, its own key included, and what to write into `state`, which it only reads.
+) -> MacStep:  # fmt: skip
+    """Attention of one new token per row, its own key included; what it leaves is put into `state`.
 
     The plain twin of `comb.kernels.mac.kernel.fused_step`.
 
@@ -131,15 +125,16 @@ def step(
     entry_o, entry_lse = merge(o, lse.masked_fill(miss, EMPTY), fresh_o, fresh_lse)
     output, lse = merge(*merge(entry_o, entry_lse, tail_o, tail_lse), sink_o, sink_lse)
     keys_read = torch.where(match.hit, position[:, None] + 1 - low + config.sink, position[:, None] + 1)
-    rows = RingEntries(
+    # behind all reads: the slot that is reused may be the one that is written
+    state.write(
+        position[:, None],
         query=unrotated.to(kind)[:, None],
         o=entry_o[:, None],
         lse=entry_lse[:, None],
         chain=(chain + 1).masked_fill(miss, 0)[:, None],
         drift=(drift + match.distance.to(drift.dtype)).masked_fill(miss, 0)[:, None],
-        pos=position[:, None],
     )
-    return MacStep(output, match, position, keys_read, keys.shape[1], lse), rows
+    return MacStep(output, match, position, keys_read, keys.shape[1], lse)
 
 
 def attend(
@@ -155,7 +150,7 @@ def attend(
     if mask is not None:
         scores = scores.masked_fill(~mask, EMPTY)
     lse = torch.logsumexp(scores, dim=-1) if scores.shape[-1] else scores.new_full(scores.shape[:-1], EMPTY)
-    weights = torch.exp(scores - _finite(lse)[..., None])
+    weights = torch.exp(scores - finite(lse)[..., None])
     return (weights[..., None, :] @ values.to(kind))[..., 0, :], lse
 
 
@@ -189,14 +184,9 @@ def attend_ranges(
 
 def merge(o1: Tensor, lse1: Tensor, o2: Tensor, lse2: Tensor) -> tuple[Tensor, Tensor]:
     """The summary of the union of two disjoint sets of keys, from o [..., V] and lse [...] of each."""
-    highest = _finite(torch.maximum(lse1, lse2))
+    highest = finite(torch.maximum(lse1, lse2))
     weight1, weight2 = torch.exp(lse1 - highest), torch.exp(lse2 - highest)
     total = weight1 + weight2
     some = total.clamp_min(torch.finfo(total.dtype).tiny)
     o = (o1 * weight1[..., None] + o2 * weight2[..., None]) / some[..., None]
     return o, torch.where(total > 0, highest + torch.log(some), torch.full_like(total, EMPTY))
-
-
-def _finite(lse: Tensor) -> Tensor:
-    """`lse` with 0 for -inf, so that differences to it are never NaN."""
-    return torch.where(lse == EMPTY, torch.zeros_like(lse), lse)
