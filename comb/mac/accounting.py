@@ -1,4 +1,4 @@
-"""What MAC did, per layer and query head: acceptance, what was skipped, keys read, audits (paper app. B.3)."""
+"""What MAC did, per layer: acceptance, what was skipped, keys read, audits (paper app. B.3)."""
 
 from __future__ import annotations
 
@@ -79,23 +79,16 @@ class MacReport:
 class LayerCounts:
     """Running sums of one layer, on the device where its attention runs, so that no step waits for them."""
 
-    def __init__(self, heads: int, groups: int, device: torch.device) -> None:
-        self.searches, self.hits, self.keys_read, self.keys_exact = torch.zeros(
-            4, heads, dtype=torch.long, device=device
-        )
-        self.group_read, self.group_exact = torch.zeros(2, groups, dtype=torch.long, device=device)
+    def __init__(self, device: torch.device) -> None:
+        self.sums = torch.zeros(6, dtype=torch.long, device=device)
         self.errors: list[float] = []
 
     def add(self, done: MacStep, config: MacConfig) -> None:
         """Counts one step of all rows."""
-        searched, length = (done.position >= config.min_length)[:, None], done.position[:, None] + 1
-        hit = done.match.hit
-        self.searches += searched.expand_as(hit).sum(0)
-        self.hits += hit.sum(0)
-        self.keys_read += done.keys_read.sum(0)
-        self.keys_exact += length.expand_as(hit).sum(0)
-        self.group_read += done.group_keys_read.sum(0)
-        self.group_exact += length.expand_as(done.group_keys_read).sum(0)
+        heads, groups = done.keys_read.shape[1], done.groups
+        searched, length = (done.position >= config.min_length).sum(), (done.position + 1).sum()
+        read = done.keys_read.sum(), heads * length, done.group_keys_read.sum(), groups * length
+        self.sums += torch.stack([heads * searched, done.match.hit.sum(), *read])
 
     def audit(self, done: MacStep, exact: Tensor) -> float:
         """Notes how far a step is from exact attention [B, H, V]: the error relative to that, of the worst row.
@@ -110,15 +103,15 @@ class LayerCounts:
 
     def report(self, layer: int, off: str) -> LayerReport:
         """Sums and means so far, of a layer that is `off` for a reason, or isn't."""
-        searches = int(self.searches.sum())
+        searches, hits, read, exact, group_read, group_exact = self.sums.tolist()
         return LayerReport(
             layer=layer,
             searches=searches,
-            hit_rate=int(self.hits.sum()) / searches if searches else 0.0,
-            keys_read=int(self.keys_read.sum()),
-            keys_exact=int(self.keys_exact.sum()),
-            group_keys_read=int(self.group_read.sum()),
-            group_keys_exact=int(self.group_exact.sum()),
+            hit_rate=hits / searches if searches else 0.0,
+            keys_read=read,
+            keys_exact=exact,
+            group_keys_read=group_read,
+            group_keys_exact=group_exact,
             audits=len(self.errors),
             error_mean=fmean(self.errors) if self.errors else None,
             error_max=max(self.errors, default=None),

@@ -259,7 +259,7 @@ class MacSession:
         if plain:
             self.events[f"no kernels: {plain}"] += 1
         if layer.counts is None:
-            layer.counts = LayerCounts(heads, call.keys.shape[1], call.query.device)
+            layer.counts = LayerCounts(call.query.device)
         layer.counts.add(done, config)
         if current.audited:
             exact = call.exact()
