@@ -48,19 +48,18 @@ class LinkedDocuments:
         self.packed = uses_packing(implementation)
         self.key_mask = None if self.packed else self.lengths.mask(self.device)
         self._offsets: dict[torch.device, Tensor] = {}
-        # each document once, however many rows read it, and where in that table each row's tokens are
-        unique = list({id(keys): (keys, values) for row in given for keys, values in row}.values())
-        table = _token_table(unique, given, longest=None if self.packed else self.lengths.longest)
-        self.keys, self.values = (self._layout(documents, table) for documents in zip(*unique, strict=True))
+        self.keys, self.values = (self._layout([[pair[part] for pair in row] for row in given]) for part in (0, 1))
 
-    def _layout(self, documents: Sequence[Tensor], table: Tensor) -> tuple[Tensor, ...]:
-        """Documents [cross_layers, tokens, kv_heads, head_dim] -> per cross layer [rows, kv_heads, longest, head_dim],
-        or, packed, [1, kv_heads, all tokens, head_dim]."""
-        tokens = torch.cat([document.transpose(0, 1) for document in documents])
-        # an embedding look-up is the gather with the cheapest gradient, and rows share documents in training
-        rows = nn.functional.embedding(on_device(table, tokens.device), tokens.flatten(1))
-        laid_out: Tensor = rows.unflatten(-1, tokens.shape[1:]).permute(2, 0, 3, 1, 4).contiguous()
-        return laid_out.unbind()  # at once: an index per layer would have a gradient as large as all of them
+    def _layout(self, rows: Sequence[Sequence[Tensor]]) -> tuple[Tensor, ...]:
+        """Rows of documents [cross_layers, tokens, kv_heads, head_dim] -> per cross layer
+        [rows, kv_heads, longest, head_dim], or, packed, [1, kv_heads, all tokens, head_dim]."""
+        joined = [torch.cat(list(documents), dim=1).transpose(1, 2) for documents in rows]
+        if self.packed:
+            joined = [torch.cat(joined, dim=2)]
+        longest = max(row.shape[2] for row in joined)
+        padded = [nn.functional.pad(row, (0, 0, 0, longest - row.shape[2])) for row in joined]
+        # taken apart at once: an index per layer would have a gradient as large as all of them
+        return torch.stack(padded, dim=1).unbind()
 
     def rows_of(self, batch: int) -> Tensor | None:
         """Which rows of a batch of hidden states have documents; None for all of them. [rows_with_documents]
@@ -122,26 +121,6 @@ class LinkedDocuments:
             "cu_seq_lens_q": offsets, "cu_seq_lens_k": self._offsets[query.device],
             "max_length_q": queries, "max_length_k": self.lengths.longest,
         }  # fmt: skip
-
-
-def _token_table(documents: Sequence[KeyValues], rows: Sequence[Sequence[KeyValues]], *, longest: int | None) -> Tensor:
-    """Positions of each row's tokens among those of `documents` laid end to end.
-
-    Returns:
-        [rows, longest], padded with 0; or, without `longest`, all rows behind one another: [1, tokens]. int64
-    """
-    starts: dict[int, int] = {}
-    total = 0
-    for keys, _ in documents:
-        starts[id(keys)] = total
-        total += keys.shape[1]
-    positions = [
-        torch.cat([torch.arange(keys.shape[1]) + starts[id(keys)] for keys, _ in documents_of_row])
-        for documents_of_row in rows
-    ]
-    if longest is None:
-        return torch.cat(positions)[None]
-    return nn.utils.rnn.pad_sequence(positions, batch_first=True)
 
 
 class CrossAttention(nn.Module):
