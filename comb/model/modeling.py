@@ -409,7 +409,7 @@ class CombForCausalLM(AdapterModel, GenerationMixin):
     def train(self, mode: bool = True) -> Self:
         """As in torch, but for the frozen backbone, which is never in training."""
         super().train(mode)
-        # transformers checkpoints a layer that says of itself that it trains; what is inside of it doesn't (`_Frozen`)
+        # transformers checkpoints a layer that says of itself that it trains; inside, it doesn't (`_Attached`)
         for module in self.backbone.modules():
             if isinstance(module, GradientCheckpointingLayer) and module.gradient_checkpointing:
                 module.training = mode
@@ -420,7 +420,7 @@ class CombForCausalLM(AdapterModel, GenerationMixin):
 
     def _recompute_contexts(self) -> tuple[AbstractContextManager[None], AbstractContextManager[None]]:
         """For one checkpointed call: a frozen layer around its forward, and around its backward its documents, too."""
-        return _Frozen(self, None), _Frozen(self, self._current_link())
+        return _Attached(self, None, frozen=True), _Attached(self, self._current_link(), frozen=True)
 
     # --- identity ------------------------------------------------------------------------------------------
 
@@ -501,36 +501,30 @@ def token_ids_of(segment: Segment) -> tuple[int, ...]:
 
 
 class _Attached:
-    """Documents linked to a model for this thread, its hooks on the layers. May be entered again and again."""
+    """Documents linked to a model for this thread, its hooks on the layers. May be entered again and again.
 
-    def __init__(self, model: CombForCausalLM, link: LinkedDocuments | None) -> None:
-        self._model, self._link = model, link
+    Args:
+        frozen: inside, a layer of the backbone that says that it trains, so that it is checkpointed, doesn't.
+    """
+
+    def __init__(self, model: CombForCausalLM, link: LinkedDocuments | None, *, frozen: bool = False) -> None:
+        self._model, self._link, self._frozen = model, link, frozen
         self._stacks: list[ExitStack] = []
 
     def __enter__(self) -> None:
         with ExitStack() as stack:
-            self._enter(stack)
+            for module in self._model.backbone.modules() if self._frozen else ():
+                if module.training:
+                    stack.callback(setattr, module, "training", True)
+                    module.training = False
+            if self._link is not None:
+                stack.enter_context(self._model._hooks.attached())
+                token = _linked.set((*_linked.get(), (self._model, self._link)))
+                stack.callback(_linked.reset, token)
             self._stacks.append(stack.pop_all())
-
-    def _enter(self, stack: ExitStack) -> None:
-        if self._link is not None:
-            stack.enter_context(self._model._hooks.attached())
-            token = _linked.set((*_linked.get(), (self._model, self._link)))
-            stack.callback(_linked.reset, token)
 
     def __exit__(self, *error: object) -> None:
         self._stacks.pop().close()
-
-
-class _Frozen(_Attached):
-    """The same around a layer that only says that it trains, so that it is checkpointed."""
-
-    def _enter(self, stack: ExitStack) -> None:
-        for module in self._model.backbone.modules():
-            if module.training:
-                stack.callback(setattr, module, "training", True)
-                module.training = False
-        super()._enter(stack)
 
 
 def _check_read(link: LinkedDocuments) -> None:
