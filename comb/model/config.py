@@ -132,21 +132,14 @@ class CombConfig(AdapterConfig):
 
     def __post_init__(self, **kwargs: Any) -> None:
         check_types(self)
-        if self.encoder_config is None:
-            self.encoder_config = CombEncoderConfig()
-        elif isinstance(self.encoder_config, dict):
-            self.encoder_config = CombEncoderConfig(**self.encoder_config)
-        self.cross_attention_layers = list(self.cross_attention_layers or [])
+        encoder: Any = self.encoder_config
+        if not isinstance(encoder, PreTrainedConfig):
+            encoder = CombEncoderConfig(**(encoder or {}))
+        self.encoder_config, depth = encoder, encoder.num_hidden_layers
+        layers = self.cross_attention_layers = list(self.cross_attention_layers or [])
         if self.cross_encoder_layers is None:
-            self.cross_encoder_layers = spread_encoder_layers(
-                self.encoder_config.num_hidden_layers, len(self.cross_attention_layers)
-            )
-        self._check()
-        super().__post_init__(**kwargs)
-
-    def _check(self) -> None:
-        layers, sources = self.cross_attention_layers or [], self.cross_encoder_layers or []
-        depth = getattr(self.encoder_config, "num_hidden_layers", 0)
+            self.cross_encoder_layers = spread_encoder_layers(depth, len(layers))
+        sources, copied = self.cross_encoder_layers, self.copied_layers
         if sorted(set(layers)) != layers or any(layer < 0 for layer in layers):
             raise ValueError(f"cross_attention_layers must ascend from 0 on without repeats, got {layers}")
         if len(sources) != len(layers) or any(not 0 <= source < depth for source in sources):
@@ -154,11 +147,11 @@ class CombConfig(AdapterConfig):
                 f"cross_encoder_layers must name one of the {depth} encoder layers for each of the {len(layers)} "
                 f"cross blocks, got {sources}"
             )
-        copied = self.copied_layers
         if (copied is not None and len(copied) != depth) or (copied is None and self.lora_rank is not None):
             raise ValueError(
                 f"copied_layers must name a layer of the backbone for each of the {depth} encoder layers, got {copied}"
             )
+        super().__post_init__(**kwargs)
 
 
 def spread_cross_layers(num_backbone_layers: int, num_cross_layers: int) -> list[int]:

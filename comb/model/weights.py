@@ -115,9 +115,9 @@ def check_checkpoint(name: str | Path, backbone: str | None = None) -> None:
     place = resolve_name(name)
     check_files(place, weights=True)
     folder = local_folder(place)
-    config = None if folder is None or not is_adapter(read_json(folder / "config.json")) else load_config(place)
-    if folder is None or config is None:
+    if folder is None or not is_adapter(read_json(folder / "config.json")):
         compare_weights(place)
         return
+    config = load_config(place)
     check_headers(folder, config)
     check_weights(backbone or backbone_of_adapter(config, place))
