@@ -17,16 +17,10 @@ INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 class Launch:
     """Sizes of the attention's launches; they change rounding and speed, nothing else."""
 
-    key_tile: int = 64  # keys that one turn of the loop reads, at least 16
+    key_tile: int = 64  # keys that one turn of the loop reads: a power of two, at least 16
     programs: int | None = None  # None: `per_processor` for each multiprocessor of the device
     per_processor: int = 2
     warps: int = 4
-
-    def __post_init__(self) -> None:
-        if self.key_tile < 16 or self.key_tile & (self.key_tile - 1):
-            raise ValueError(f"key_tile must be a power of two of at least 16, got {self.key_tile}")
-        if self.programs is not None and self.programs < 1:
-            raise ValueError(f"programs must be at least 1, or None for as many as fit, got {self.programs}")
 
     def depth(self, channels: int, bytes_per_number: int) -> int:
         """Tiles in flight, of keys and values of together `channels`: up to 3, as far as 96 KiB hold them."""
