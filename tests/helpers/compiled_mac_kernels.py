@@ -1,4 +1,4 @@
-"""Compiles the kernels for a GPU where there is none, and prints what each takes..
+"""Compiles the kernels for a GPU where there is none, and prints what each takes.
 
 The kernel is "launched" over tensors of the CPU, with the launch itself left out.
 """
@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import re
 import subprocess
-import sys
 import tempfile
 from pathlib import Path
 from typing import Any
@@ -76,36 +75,22 @@ def buffers(kernel: Any, width: int, keys: int) -> list[int]:
     return [int(count) for count, *shape in found if {int(one) for one in shape} == {width, keys}]
 
 
-def launched(dtype: torch.dtype, *, shared: int, width: int, value_width: int, launch: Launch) -> None:
-    query = torch.zeros(2, 2 * shared, width, dtype=dtype)
-    keys, values = (torch.zeros(2, 2, 64, channels, dtype=dtype) for channels in (width, value_width))
-    config = MacConfig(ring_dtype="auto" if dtype == torch.float32 else "bfloat16")
-    state = MacState.empty(2, 2 * shared, width, value_width, config, query)
-    fused_step(state, query, query, keys, values, torch.zeros(2, dtype=torch.long), config, 1.0, launch)
-
-
 if __name__ == "__main__":
     driver.set_active(NoDevice())
     JITFunction.run = compile_only
-    some, wide = Launch(programs=264), Launch(programs=264, key_tile=128)
-    launched(torch.bfloat16, shared=4, width=128, value_width=128, launch=some)
-    usual = len(compiled)
-    if "--all" in sys.argv:
-        launched(torch.bfloat16, shared=8, width=128, value_width=128, launch=wide)
-        launched(torch.float16, shared=5, width=80, value_width=96, launch=some)
-        launched(torch.float32, shared=3, width=72, value_width=40, launch=some)
-        launched(torch.float32, shared=1, width=192, value_width=128, launch=some)
-    for number, (name, kernel) in enumerate(compiled):
+    launch, config = Launch(programs=264), MacConfig(ring_dtype="bfloat16")
+    query, (keys, values) = torch.zeros(2, 8, 128).bfloat16(), torch.zeros(2, 2, 2, 64, 128).bfloat16()
+    state = MacState.empty(2, 8, 128, 128, config, query)
+    fused_step(state, query, query, keys, values, torch.zeros(2, dtype=torch.long), config, 1.0, launch)
+    for name, kernel in compiled:
         assert len(kernel.asm["cubin"]) > 1000, name
         print(name, kernel.metadata.shared, "bytes shared", kernel.metadata.num_warps, "warps")
-        if number >= usual:
-            continue
         registers, spilled = resources(kernel)
-        tiles, held = buffers(kernel, 128, some.key_tile), resident(kernel, registers)
+        tiles, held = buffers(kernel, 128, launch.key_tile), resident(kernel, registers)
         print("   ", registers, "registers,", spilled, "bytes spilled, tiles", tiles, held, "at once")
         assert spilled == 0
         if name == "_ranges_kernel":
             assert len(tiles) == 2
             assert min(tiles) >= 2
-            assert held >= some.per_processor
+            assert held >= launch.per_processor
     print("triton", triton.__version__, len(compiled), "kernels")
