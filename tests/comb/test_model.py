@@ -42,16 +42,10 @@ def test_family(family: str, query: torch.Tensor) -> None:
     fresh = model(query, documents=[[a, b], [c]]).logits
     assert torch.equal(fresh, plain)
 
+    check_by_doctor(model)
     open_gates(model)
-    linked = model(query, documents=[[a, b, c], []]).logits
-    assert (linked[0] - plain[0]).abs().max() > 1e-5  # control: documents do something
-    torch.testing.assert_close(linked[0], model(query, documents=[[c, a, b], []]).logits[0], rtol=1e-5, atol=1e-6)
-    alone = model(query[:1], documents=[[a, b, c]]).logits
-    torch.testing.assert_close(linked[:1], alone, rtol=1e-5, atol=1e-6)
-    if family in MIXTURES:
-        torch.testing.assert_close(linked[1], plain[1], rtol=1e-5, atol=1e-6)
-    else:
-        assert torch.equal(linked[1], plain[1])
+    if family not in MIXTURES:
+        assert torch.equal(model(query, documents=[[a, b, c], []]).logits[1], plain[1])
 
     with model.encoder_disabled():
         assert torch.equal(model(query).logits, plain)
@@ -62,14 +56,14 @@ def test_family(family: str, query: torch.Tensor) -> None:
     assert hooks_on(model) == 0
 
 
-@pytest.mark.parametrize("family", ["llama", "gemma2", "qwen3_next", "deepseek_v2", "llama in 16 bits"])
-def test_doctor_passes(family: str) -> None:
-    name, _, half = family.partition(" ")
-    dtype = torch.bfloat16 if half else None  # of the adapter alone: it rounds as that does
-    model = CombForCausalLM.from_backbone(tiny(name), num_encoder_layers=2, adapter_dtype=dtype)
-    checks = run_checks(model)
-    assert all(check.passed for check in checks), [check for check in checks if not check.passed]
+def check_by_doctor(model: CombForCausalLM) -> None:
+    """Order, rows alone and beside others, documents from files; with gates open, and closed again."""
+    assert [check for check in run_checks(model) if not check.passed] == []
     assert all(block.attention_gate.item() == 0.0 for block in model.cross_blocks)
+
+
+def test_an_adapter_in_sixteen_bits_rounds_as_they_do() -> None:
+    check_by_doctor(CombForCausalLM.from_backbone(tiny("llama"), num_encoder_layers=2, adapter_dtype=torch.bfloat16))
 
 
 def test_doctor_finds_a_broken_model(model: CombForCausalLM, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -261,9 +255,7 @@ def test_a_fingerprint_covers_all_weights_and_outlives_an_upgrade(model: CombFor
 
 def test_documents_while_the_encoder_is_off(model: CombForCausalLM, query: torch.Tensor) -> None:
     pics = model.encode(SEGMENTS[:1])
-    with model.encoder_disabled(), pytest.raises(ValueError, match="encoder is disabled"):
-        model(query, documents=[pics, []])
-    with model.disable_adapter():  # as peft calls it
+    with model.disable_adapter():  # `encoder_disabled`, as peft calls it
         with pytest.raises(ValueError, match="encoder is disabled"):
             model(query, documents=[pics, []])
         model(query, documents=[[], []])
