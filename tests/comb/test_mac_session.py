@@ -403,16 +403,6 @@ def test_queries_are_those_before_the_rotary_embedding(family: str, producer: st
             assert float((query - kept).abs().max()) < 2e-4 * float(query.abs().max())
 
 
-def test_rotated_queries_would_be_noticed() -> None:
-    model, (_ids, _) = model_of("llama"), batch(rows=1)
-    queries = find_queries(model)[1]
-    rotated = torch.randn(1, 4, 40, 8, generator=torch.Generator().manual_seed(0))
-    turned = queries.unrotated(rotated, torch.arange(40)[None])
-    assert torch.equal(turned[:, :, 0], rotated[:, :, 0])
-    assert float((turned - rotated)[:, :, 1:].abs().amax(-1).min()) > 1e-2
-    assert torch.allclose(turned.norm(dim=-1), rotated.norm(dim=-1), atol=1e-5)
-
-
 # --- what is left to exact attention --------------------------------------------------------------------------------
 
 

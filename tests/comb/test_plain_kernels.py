@@ -138,23 +138,6 @@ def test_programs_end_together(lengths: list[int], places: int) -> None:
     assert max(uneven) >= found / 1.05
 
 
-def test_shares_fill_the_programs_and_grow_with_the_documents_of_the_step_alone() -> None:
-    launch = Launch(programs=64)
-    for length in (16, 1000, 16_000):
-        batch = PagedBatch((1, 1, 1, 1), tuple(BlockTable([(length, range(-(-length // 16)))], 16) for _ in range(4)))
-        plan = make_plan(batch, heads=8, groups=2, device=CPU, sizes=PagedLaunch(launch, launch, least_keys=128))
-        (items,) = plan.launches
-        sizes = items.numbers[:, 3] - items.numbers[:, 2]
-        assert len(items.numbers) * 2 <= 8 * 64 + 4 * 2
-        assert len(plan.table) == 4 * -(-length // 16)
-        if length > 1000:
-            assert len(items.numbers) * 2 >= 60
-            # a place takes some shares one after the other
-            assert int(sizes.max()) <= -(-4 * 2 * length // 16 // 64)
-        else:
-            assert int(sizes.max()) <= max(8, -(-length // 16))
-
-
 def test_reasons_for_the_plain_ways(monkeypatch: pytest.MonkeyPatch) -> None:
     query, layer, _ = paged_case(torch.float32)
 

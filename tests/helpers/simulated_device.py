@@ -39,13 +39,8 @@ class _Module(_DummyBackendModule):
 _setup_privateuseone_for_python_backend("simulated", _Module())
 DEVICE = torch.device("simulated", 0)
 _SIZED_BY_VALUES = (
-    "nonzero",
-    "masked_select",
-    "unique_consecutive",
-    "unique_dim",
-    "_unique2",
-    "repeat_interleave.Tensor",
-)
+    "nonzero", "masked_select", "unique_consecutive", "unique_dim", "_unique2", "repeat_interleave.Tensor",
+)  # fmt: skip
 _INDEXING = ("index.Tensor", "index_put_", "index_put", "_index_put_impl_")
 _FREE = ("detach", "alias", "lift_fresh", "sym_", "_reshape_alias", "empty", "_has_compatible")
 

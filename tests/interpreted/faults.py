@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import math
-import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
-from importlib.util import module_from_spec, spec_from_file_location
 from pathlib import Path
+from runpy import run_path
 from typing import Any
 
 import pytest
@@ -39,13 +38,7 @@ def mutate(module: Any, name: str, old: str, new: str, monkeypatch: pytest.Monke
     assert source.count(old) == 1, f"{old!r} is no single place of {module.__name__}"
     path = tmp_path / "mutant.py"
     path.write_text(source.replace(old, new))
-    spec = spec_from_file_location("mutant", path)
-    assert spec is not None
-    assert spec.loader is not None
-    mutant = module_from_spec(spec)
-    monkeypatch.setitem(sys.modules, "mutant", mutant)
-    spec.loader.exec_module(mutant)
-    monkeypatch.setattr(module, name, getattr(mutant, name))
+    monkeypatch.setattr(module, name, run_path(str(path))[name])
 
 
 def watch_launches(monkeypatch: pytest.MonkeyPatch, *kernels: tuple[Any, str]) -> dict[str, list[Tensor | None]]:

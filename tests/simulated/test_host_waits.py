@@ -74,10 +74,6 @@ CEILINGS = {
 }
 
 
-def made(name: str, model: Any) -> Method:
-    return methods.create(name.partition(",")[0], model)
-
-
 def linked(method: Method) -> Any:
     return method.link_batch([LinkRequest(method.compile(DOCUMENTS), QUERY, PREFIX)])
 
@@ -85,11 +81,11 @@ def linked(method: Method) -> Any:
 @torch.no_grad()
 def counts(name: str, make: Callable[[], Any]) -> tuple[list[int], list[int], Ceiling, Counter[str]]:
     """Tokens on the CPU and on the device; what was counted there, and the waits of four steps by place."""
-    expected = linked(made(name, make())).generate(max_new_tokens=6, **GREEDY)
+    expected = linked(methods.create(name, make())).generate(max_new_tokens=6, **GREEDY)
     with SimulatedDevice() as device:
         model = move(make())
-        linked(made(name, model)).generate(max_new_tokens=3, **GREEDY)  # what is found out once for a model
-        method = made(name, model)
+        linked(methods.create(name, model)).generate(max_new_tokens=3, **GREEDY)  # what is found out once for a model
+        method = methods.create(name, model)
         with device.counted(), one_walk():
             picaches = method.compile(DOCUMENTS)
             compile_waits = device.waits.total()

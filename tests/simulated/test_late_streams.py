@@ -1,7 +1,6 @@
 """A simulated device whose streams do nothing before somebody waits for them: what is read too early is garbage.
 
-Every thread has a current stream of its
-own, at first the one that all threads share, as with CUDA.
+Every thread has a current stream of its own, at first the one that all threads share, as with CUDA.
 """
 
 from __future__ import annotations
