@@ -30,8 +30,6 @@ from comb.model.weights import load_adapter
 
 logger = logging.getLogger(__name__)
 
-RELEASE_MODEL_TYPE = re.compile(r"^comb(?P<backbone>[a-z0-9_]+)$")
-
 _CROSS = r"^language_model\.model\.cross_layers\."
 ENCODER_RENAMES = tuple(
     (re.compile(pattern), replacement)
@@ -81,11 +79,8 @@ def convert_release(source: str | Path, target: str | Path, *, backbone_name: st
             cross_attention_layers=positions,
         )
         model = CombForCausalLM(config, backbone)
-        dtype = load_adapter(model, adapter, source)
-        for part in (model.encoder, model.cross_blocks):
-            part.to(dtype)
+        model._place(load_adapter(model, adapter, source)).eval()
         check_finite(backbone, source)
-        model.eval()
         if (source / "generation_config.json").exists():
             model.generation_config = backbone.generation_config = GenerationConfig.from_pretrained(source)
     backbone.save_pretrained(target / "backbone")
@@ -120,9 +115,9 @@ def split_weights(weights: dict[str, Tensor]) -> tuple[dict[str, Tensor], dict[s
             raise ValueError(f"weight {name!r} is neither encoder, cross layer nor backbone: not the release's layout")
     shared = weights.get(SHARED_EMBEDDING)
     if shared is not None:  # one tensor under two names may have been saved under either
-        backbone.setdefault("model.embed_tokens.weight", shared)
-    if shared is not None and not torch.equal(shared, backbone["model.embed_tokens.weight"]):
-        raise ValueError("the encoder's embedding differs from the backbone's; this format shares one table")
+        embedding = backbone.setdefault("model.embed_tokens.weight", shared)
+        if not torch.equal(shared, embedding):
+            raise ValueError("the encoder's embedding differs from the backbone's; this format shares one table")
     return adapter, backbone
 
 
@@ -132,7 +127,7 @@ def _read_config(source: Path) -> dict[str, Any]:
         raise ValueError(f"{source} has no config.json: give the folder of a published COMB checkpoint")
     release = read_json(path)
     text = release.get("text_config") or {}
-    matched = RELEASE_MODEL_TYPE.match(str(release.get("model_type")))
+    matched = re.fullmatch(r"comb[a-z0-9_]+", str(release.get("model_type")))
     known = isinstance(text, Mapping) and isinstance(text.get("num_hidden_layers"), int)
     layers = release.get("cross_attention_layers")
     whole = isinstance(layers, list) and all(isinstance(layer, int) for layer in layers)
