@@ -27,7 +27,6 @@ class Launch:
         return max(1, min(3, 1 + 96 * 1024 // (self.key_tile * channels * bytes_per_number)))
 
     def count(self, device: torch.device) -> int:
-        """Programs of the attention on `device`."""
         return self.programs or self.per_processor * _processors(device)
 
 

@@ -84,7 +84,6 @@ class LayerCounts:
         self.errors: list[float] = []
 
     def add(self, done: MacStep, config: MacConfig) -> None:
-        """Counts one step of all rows."""
         heads, groups = done.keys_read.shape[1], done.groups
         searched, length = (done.position >= config.min_length).sum(), (done.position + 1).sum()
         read = done.keys_read.sum(), heads * length, done.group_keys_read.sum(), groups * length

@@ -29,8 +29,6 @@ _MAX_CHECKED = 2**26
 
 @dataclass
 class DecoderPass:
-    """One forward pass of the decoder."""
-
     decodes: bool  # one token per row behind all others; anything else is a prompt, or a part of one
     cache: Any
     rows: ScatteredRows | None  # the queries where they are scattered (linking); None: they are the last N

@@ -145,7 +145,6 @@ class MacSession:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the rings as they are now."""
         return sum(state.nbytes for state in self.states().values())
 
     def states(self) -> dict[int, MacState]:

@@ -233,11 +233,9 @@ class AdapterModel(PreTrainedModel):
             self.backbone.generation_config = value
 
     def get_input_embeddings(self) -> Any:
-        """The backbone's embedding table."""
         return self.backbone.get_input_embeddings()
 
     def get_output_embeddings(self) -> Any:
-        """The backbone's head."""
         return self.backbone.get_output_embeddings()
 
     def resize_token_embeddings(self, *args: Any, **kwargs: Any) -> Any:

@@ -25,7 +25,6 @@ class Lengths:
 
     @property
     def longest(self) -> int:
-        """Tokens of the longest row."""
         return int(self.counts.max())
 
     def mask(self, device: torch.device) -> Tensor | None:

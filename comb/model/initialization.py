@@ -47,7 +47,6 @@ class LayerParts:
     norm_placement: str = "pre"
 
     def has(self, *names: str) -> bool:
-        """Whether all of these weights were found."""
         return all(name in self.weights for name in names)
 
 

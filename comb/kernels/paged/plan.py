@@ -69,8 +69,6 @@ class PlanItems:
 
 @dataclass(frozen=True)
 class PagedPlan:
-    """A step's work."""
-
     table: Tensor  # [entries] int32, all rows' `BlockTable.last` behind one another
     launches: tuple[PlanItems, ...]  # none of them empty
     merges: Tensor  # [tokens, 4] int32: query token, its first row of partial sums, the step to its next, how many
