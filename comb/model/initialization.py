@@ -19,11 +19,11 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from comb.backbones.discovery import ATTENTION_NAMES, MLP_NAMES, BackboneInfo, find_child, text_config
+from comb.backbones.discovery import ATTENTION_NAMES, MLP_NAMES, BackboneInfo, find_child
 from comb.backbones.torch_private import is_plain
 from comb.model.config import CombEncoderConfig
 from comb.model.cross_attention import CrossBlock
-from comb.model.encoder import CombEncoder, KeyValueHead, apply_rotary
+from comb.model.encoder import KeyValueHead, apply_rotary
 
 logger = logging.getLogger(__name__)
 
@@ -51,7 +51,7 @@ class LayerParts:
 
 
 @torch.no_grad()
-def read_layer(layer: nn.Module, info: BackboneInfo, config: Any) -> LayerParts:
+def read_layer(layer: nn.Module, info: BackboneInfo) -> LayerParts:
     """The parts of a decoder layer that have a counterpart in a Llama-style layer; those found, no more."""
     with ExitStack() as stack:
         for module in layer.modules():
@@ -59,10 +59,10 @@ def read_layer(layer: nn.Module, info: BackboneInfo, config: Any) -> LayerParts:
                 from accelerate.utils import align_module_device
 
                 stack.enter_context(align_module_device(module))
-        return _read_layer(layer, info, config)
+        return _read_layer(layer, info)
 
 
-def _read_layer(layer: nn.Module, info: BackboneInfo, config: Any) -> LayerParts:
+def _read_layer(layer: nn.Module, info: BackboneInfo) -> LayerParts:
     parts = LayerParts()
     attention, mlp = find_child(layer, ATTENTION_NAMES), find_child(layer, MLP_NAMES)
     if attention is not None and not info.latent_attention:
@@ -76,8 +76,8 @@ def _read_layer(layer: nn.Module, info: BackboneInfo, config: Any) -> LayerParts
             if tensor is not None and tensor.ndim == 2:
                 parts.weights[f"mlp.{name}.weight"] = tensor
     _read_norms(parts, layer, info)
-    multiplier = getattr(layer, "residual_multiplier", None) or getattr(config, "residual_multiplier", None)
-    if multiplier is not None and multiplier != 1.0:
+    multiplier = getattr(layer, "residual_multiplier", 1.0)  # Granite's
+    if multiplier != 1.0:
         for name in ("self_attn.o_proj.weight", "mlp.down_proj.weight"):
             if name in parts.weights:
                 parts.weights[name] = parts.weights[name].float() * float(multiplier)
@@ -211,8 +211,7 @@ def encoder_config_for(
     )
     if initialization == "random":
         return config
-    layers: nn.ModuleList = backbone.get_submodule(info.layers_path)
-    part = layer_parts(layers, len(layers) // 2, info, text_config(backbone))
+    part = layer_parts(backbone, info, info.num_layers // 2)
     config.qk_norm, config.norm_placement = part.qk_norm, part.norm_placement
     config.attention_bias = part.has("self_attn.q_proj.bias")
     if initialization == "first" and part.qk_norm == "none":
@@ -267,30 +266,19 @@ def sources_of_layers(count: int, info: BackboneInfo, initialization: str) -> li
 
 
 @torch.no_grad()
-def initialize_from_backbone(
-    encoder: CombEncoder,
-    blocks: nn.ModuleList,
-    sources: list[int],
-    cross_layers: list[int],
-    backbone: PreTrainedModel,
-    info: BackboneInfo,
-    *,
-    turned: bool,
-) -> None:
-    """Encoder layer i from layer sources[i] of the backbone, cross block i and its K/V head from the layer behind it,
-    `turned` by `TURN` tokens.
+def initialize_from_backbone(model: Any, *, turned: bool) -> None:
+    """Each encoder layer of `model` from the backbone's layer that its configuration names, each cross block and its
+    K/V head from the layer behind it, `turned` by `TURN` tokens.
 
     Layers without softmax attention (linear layers of a hybrid, latent attention) give their MLP and norms; the
     attention then comes from the nearest layer that has one, if any.
     """
-    layers, config = backbone.get_submodule(info.layers_path), text_config(backbone)
+    encoder, blocks, backbone, info = model.encoder, model.cross_blocks, model.backbone, model.info
     copied = 0
-    for target, source in zip(encoder.layers, sources, strict=True):
-        copied += len(copy_parts(target, layer_parts(layers, source, info, config)))
-    for block, head, position in zip(blocks, encoder.key_value_heads, cross_layers, strict=True):
-        assert isinstance(block, CrossBlock)
-        assert isinstance(head, KeyValueHead)
-        copied += _start_cross_block(block, head, layer_parts(layers, position, info, config), info)
+    for target, source in zip(encoder.layers, model.config.copied_layers, strict=True):
+        copied += len(copy_parts(target, layer_parts(backbone, info, source)))
+    for block, head, position in zip(blocks, encoder.key_value_heads, model.config.cross_attention_layers, strict=True):
+        copied += _start_cross_block(block, head, layer_parts(backbone, info, position))
         if turned and encoder.config.cross_qk_norm == "none":  # behind a norm's weights it would be another turn
             cosine, sine = encoder.rotary(torch.tensor([[-TURN]], device=head.k_proj.weight.device))
             for parameter in head.k_proj.parameters():
@@ -300,20 +288,21 @@ def initialize_from_backbone(
     logger.info("encoder and cross blocks: %d of %d tensors start from the backbone's layers", copied, total)
 
 
-def layer_parts(layers: nn.ModuleList, index: int, info: BackboneInfo, config: Any) -> LayerParts:
+def layer_parts(backbone: PreTrainedModel, info: BackboneInfo, index: int) -> LayerParts:
     """`read_layer` of layer `index`, with the attention of the nearest layer that has one if it has none itself."""
-    part = read_layer(layers[index], info, config)
+    layers: nn.ModuleList = backbone.get_submodule(info.layers_path)
+    part = read_layer(layers[index], info)
     if part.has("self_attn.q_proj.weight") or info.latent_attention:
         return part
     for other in sorted(range(len(layers)), key=lambda other: abs(other - index)):
-        donor = read_layer(layers[other], info, config)
+        donor = read_layer(layers[other], info)
         if donor.has("self_attn.q_proj.weight"):
             attention = {name: tensor for name, tensor in donor.weights.items() if name.startswith("self_attn.")}
             return replace(part, weights={**part.weights, **attention}, qk_norm=donor.qk_norm)
     return part
 
 
-def _start_cross_block(block: CrossBlock, head: KeyValueHead, part: LayerParts, info: BackboneInfo) -> int:
+def _start_cross_block(block: CrossBlock, head: KeyValueHead, part: LayerParts) -> int:
     copied = copy_parts(head, part, {
         "self_attn.k_proj": "k_proj", "self_attn.v_proj": "v_proj", "input_layernorm": "norm"})  # fmt: skip
     if part.qk_norm == "head":
@@ -333,5 +322,5 @@ def _start_cross_block(block: CrossBlock, head: KeyValueHead, part: LayerParts, 
             variance = weight.pow(2).sum(1)
             if (bias := part.weights.get(f"self_attn.{name}.bias")) is not None:
                 variance = variance + bias.float().pow(2)
-            norm.get_parameter("weight").copy_(variance.mean().sqrt().expand(info.head_dim))
+            norm.get_parameter("weight").fill_(variance.mean().sqrt())
     return len(copied)

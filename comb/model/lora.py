@@ -17,7 +17,6 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import linear
 
-from comb.backbones.discovery import text_config
 from comb.model.initialization import layer_parts
 
 ALPHA = 16
@@ -71,8 +70,7 @@ def copied(model: Any) -> dict[str, Tensor]:
     """What the encoder's layers and the blocks' MLPs are copies of, by the names of their own parameters: the
     backbone's tensors themselves where nothing has to be folded in (`layer_parts`). Empty where the encoder began at
     random."""
-    config, info = model.config, model.info
-    layers, settings = model.backbone.get_submodule(info.layers_path), text_config(model.backbone)
+    config = model.config
     places = [(f"encoder.layers.{index}.", layer, "") for index, layer in enumerate(config.copied_layers or ())]
     if places:
         blocks = enumerate(config.cross_attention_layers)
@@ -81,7 +79,7 @@ def copied(model: Any) -> dict[str, Tensor]:
     return {
         prefix + name: tensor
         for prefix, layer, start in places
-        for name, tensor in layer_parts(layers, layer, info, settings).weights.items()
+        for name, tensor in layer_parts(model.backbone, model.info, layer).weights.items()
         if name.startswith(start) and own.get(prefix + name) == tensor.shape
     }
 

@@ -169,10 +169,7 @@ class CombForCausalLM(AdapterModel, GenerationMixin):
         std = float(getattr(backbone.config.get_text_config(), "initializer_range", None) or 0.02)
         initialize_random((model.encoder, model.cross_blocks), std=std, depth=num_encoder_layers)
         if config.copied_layers is not None:
-            initialize_from_backbone(
-                model.encoder, model.cross_blocks, config.copied_layers, layers, backbone, info,
-                turned=initialization == "first",
-            )  # fmt: skip
+            initialize_from_backbone(model, turned=initialization == "first")
         if behind and device_of(backbone.get_input_embeddings()).type != "meta":
             model.encoder.start_front(model._embed([tuple(behind)])[0])
         for block in model.cross_blocks:

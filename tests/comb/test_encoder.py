@@ -15,7 +15,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
 from comb import CombEncoderConfig, CombForCausalLM
-from comb.backbones.discovery import inspect_backbone, text_config
+from comb.backbones.discovery import inspect_backbone
 from comb.model.attention import Lengths, attend
 from comb.model.config import spread_cross_layers, spread_encoder_layers
 from comb.model.cross_attention import LinkedDocuments
@@ -257,7 +257,7 @@ def test_a_copied_layer_computes_what_the_backbones_layer_computes(family: str) 
     shape: dict[str, Any] = {"num_layers": 2, "causal": True, "max_document_tokens": None}
     config = encoder_config_for(model, info, **shape, initialization="backbone")
     config._attn_implementation = "sdpa"
-    ours, theirs = EncoderLayer(config), read_layer(layer, info, text_config(model))
+    ours, theirs = EncoderLayer(config), read_layer(layer, info)
     copied = copy_parts(ours, theirs)
     if family in PARTLY:
         assert len(copied) == PARTLY[family]
