@@ -143,7 +143,8 @@ class CombForCausalLM(AdapterModel, GenerationMixin):
         num_encoder_layers = num_encoder_layers or DEFAULT_LAYERS
         if cross_attention_layers is None:
             cross_attention_layers = spread_cross_layers(info.num_layers, min(num_encoder_layers, info.num_layers))
-        layers = sorted(int(layer) for layer in cross_attention_layers)
+        if not (layers := sorted(int(layer) for layer in cross_attention_layers)):
+            raise ValueError("cross_attention_layers names no layer that reads documents: give some, or leave it out")
         config = CombConfig(
             **of_backbone(name_or_model, backbone, revision),
             encoder_config=encoder_config_for(

@@ -289,6 +289,7 @@ def test_one_list_of_documents_per_row(model: CombForCausalLM, query: torch.Tens
     [
         ({"dtype": "bfloat16", "revision": "main"}, "dtype, revision can't apply to a backbone that is loaded"),
         ({"max_document_tokens": 0}, "max_document_tokens must be at least 1"),
+        ({"cross_attention_layers": []}, "names no layer that reads documents"),
         ({"cross_attention_layers": [-1]}, "must ascend from 0"),
         ({"cross_attention_layers": [1, 4]}, "exceed the backbone's 4 layers"),
         ({"cross_attention_layers": [1, 1]}, "without repeats"),
