@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import base64
+import copy
 import hashlib
 import logging
 import sys
@@ -14,8 +15,9 @@ from typing import Any, ClassVar, get_type_hints
 
 import torch
 from huggingface_hub.dataclasses import type_validator
+from safetensors import safe_open
 from torch import Tensor
-from transformers import AutoConfig, PreTrainedConfig, PreTrainedModel
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 from transformers.configuration_utils import PretrainedConfig
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
@@ -216,8 +218,7 @@ def backbone_fingerprint(model: PreTrainedModel) -> str:
 def check_fingerprint(model: PreTrainedModel, expected: dict[str, Any], name: str) -> None:
     """Raises ValueError if `model` isn't the backbone that `expected` was taken from."""
     found = fingerprint(model)
-    where = "--backbone, model.backbone or backbone=..."
-    hint = f"this adapter belongs to {name or 'another backbone'}: load it onto that one ({where})"
+    hint = _hint(name)
     if found["embedding_shape"] != expected["embedding_shape"]:
         raise ValueError(
             f"the backbone's embedding table is {found['embedding_shape']}, the adapter was trained on "
@@ -228,10 +229,42 @@ def check_fingerprint(model: PreTrainedModel, expected: dict[str, Any], name: st
     if not same_embedding(model.get_input_embeddings().weight, expected):
         raise ValueError(f"the backbone's embedding differs from the one this adapter was trained on; {hint}")
     if "weights" in expected and not getattr(model, "is_quantized", False):  # earlier adapters have none
-        theirs = _decoded(expected["weights"])
-        # twice half a unit in bfloat16's last place, or float16's least value; a comparison with NaN is false
-        if bool(((_middles(model) - theirs).abs() > theirs.abs() * 2**-7 + 1e-7).any()):
-            raise ValueError(f"the backbone has the adapter's embedding, and not the layers it was trained on; {hint}")
+        _check_middles(_middles(model), _decoded(expected["weights"]), hint)
+
+
+def check_stored(folder: Path, config: AdapterConfig) -> None:
+    """Raises ValueError if the layers in a backbone's files (safetensors) aren't those that an adapter was trained on.
+
+    For who lets others load them (vLLM): a weight is compared where it has the name there, and the shape, that
+    transformers gives it.
+    """
+    known = (config.backbone_fingerprint or {}).get("weights")
+    if known is None or read_json(folder / "config.json").get("quantization_config") is not None:
+        return
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(copy.copy(config.backbone_config))
+    names = sorted(model.named_parameters())
+    theirs = {(name, weight.shape): value for (name, weight), value in zip(names, _decoded(known), strict=True)}
+    for path in folder.glob("*.safetensors"):
+        with safe_open(path, framework="pt") as file:
+            for name in file.keys():  # noqa: SIM118 - it is no mapping
+                part = file.get_slice(name)
+                shape = torch.Size(part.get_shape())
+                if (name, shape) in theirs:
+                    middle = torch.unravel_index(torch.tensor(shape.numel() // 2), shape)
+                    value = part[tuple(slice(int(at), int(at) + 1) for at in middle)].float().reshape(())
+                    _check_middles(value, theirs[name, shape], _hint(config.backbone_name_or_path))
+
+
+def _check_middles(ours: Tensor, theirs: Tensor, hint: str) -> None:
+    # twice half a unit in bfloat16's last place, or float16's least value; a comparison with NaN is false
+    if bool(((ours - theirs).abs() > theirs.abs() * 2**-7 + 1e-7).any()):
+        raise ValueError(f"the backbone has the adapter's embedding, and not the layers it was trained on; {hint}")
+
+
+def _hint(name: str) -> str:
+    where = "--backbone, model.backbone or backbone=..."
+    return f"this adapter belongs to {name or 'another backbone'}: load it onto that one ({where})"
 
 
 def same_embedding(table: Tensor, expected: dict[str, Any], first: int | None = None) -> bool:

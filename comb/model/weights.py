@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from transformers import AutoModelForCausalLM
 from transformers.utils.hub import cached_file
 
-from comb.backbones.adapter import AdapterConfig, is_adapter
+from comb.backbones.adapter import AdapterConfig, check_stored, is_adapter
 from comb.backbones.damage import check_files, explained, headers, local_folder
 from comb.backbones.loading import backbone_of_adapter, check_weights, compare_weights, load_config, resolve_name
 from comb.files import read_json
@@ -120,4 +120,7 @@ def check_checkpoint(name: str | Path, backbone: str | None = None) -> None:
         return
     config = load_config(place)
     check_headers(folder, config)
-    check_weights(backbone or backbone_of_adapter(config, place))
+    where = resolve_name(backbone or backbone_of_adapter(config, place))
+    check_weights(where)
+    if (stored := local_folder(where)) is not None:
+        check_stored(stored, config)

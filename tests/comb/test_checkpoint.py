@@ -17,6 +17,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 from comb import CombConfig, CombForCausalLM
 from comb.backbones.loading import resolve_name
 from comb.model.conversion import convert_release
+from comb.model.weights import check_checkpoint
 from tests.helpers.byte_text import byte_tokenizer
 from tests.helpers.families import FAMILIES, open_gates, tiny
 
@@ -243,6 +244,16 @@ def test_a_name_is_a_folder_or_may_be_on_the_hub(tmp_path: Path) -> None:
             resolve_name(name)
     assert resolve_name(tmp_path) == str(tmp_path)
     assert resolve_name("owner/name") == "owner/name"
+
+
+def test_a_server_sees_other_layers_in_the_backbones_files(saved: Path) -> None:
+    check_checkpoint(saved / "adapter")  # vLLM loads them, and knows the embedding alone
+    path = saved / "backbone" / "model.safetensors"
+    weights = load_file(path)
+    weights["model.layers.1.mlp.up_proj.weight"] += 0.01
+    save_file(weights, path, metadata={"format": "pt"})
+    with pytest.raises(ValueError, match=r"not the layers it was trained on; this adapter belongs to .*backbone"):
+        check_checkpoint(saved / "adapter")
 
 
 def test_keys_and_weights_of_a_newer_version_are_named(saved: Path, caplog: pytest.LogCaptureFixture) -> None:
