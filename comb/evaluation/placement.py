@@ -18,6 +18,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
 from transformers import PreTrainedModel
 
 from comb.backbones.discovery import ATTENTION_NAMES, find_child, inspect_backbone, layer_input
@@ -128,11 +129,8 @@ class _Batch:
             return (args[0][self.predicts][None], *args[1:])
 
         # in front of the head, and not by calling it: some models scale or cap what comes out
-        handle = backbone.get_output_embeddings().register_forward_pre_hook(select)
-        try:
+        with backbone.get_output_embeddings().register_forward_pre_hook(select):
             logits: Tensor = backbone(input_ids=self.input_ids, use_cache=False).logits[0]
-        finally:
-            handle.remove()
         return logits.float().log_softmax(-1)
 
 
@@ -215,27 +213,18 @@ def _compared(model: Any, place: int, batch: _Batch, link: Any, totals: list[Ten
         for total, product in zip(totals, products, strict=True):
             total += product.cpu()
 
-    handles = (
+    with (
         module.register_forward_pre_hook(enter, with_kwargs=True),
         attention.register_forward_hook(leave, with_kwargs=True),
-    )
-    try:
+    ):
         yield
-    finally:
-        for handle in handles:
-            handle.remove()
 
 
-@contextmanager
-def hidden_in(attention: nn.Module, hidden: Tensor) -> Iterator[None]:
-    """Takes `hidden` [rows, 1, tokens, tokens] from the mask that one attention is given."""
-    handle = attention.register_forward_pre_hook(
+def hidden_in(attention: nn.Module, hidden: Tensor) -> RemovableHandle:
+    """Inside of this handle, `hidden` [rows, 1, tokens, tokens] is taken from the mask that one attention is given."""
+    return attention.register_forward_pre_hook(
         lambda _, args, kwargs: (args, _without_hidden(args, kwargs, hidden)), with_kwargs=True
     )
-    try:
-        yield
-    finally:
-        handle.remove()
 
 
 def _check_masks(backbone: PreTrainedModel, what: str, otherwise: str = "") -> None:
