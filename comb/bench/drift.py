@@ -97,7 +97,7 @@ def measure_drift(setting: Setting, examples: Sequence[Example], specs: Sequence
         if not row["refused"]:
             row["n"] = len(examples)
             for layer in zip(*found[row["method"]], strict=True):
-                over = {name: Timing.over([prompt[name] for prompt in layer]) for name in ("error", "degrees")}
+                over = {name: Timing.of([prompt[name] for prompt in layer]) for name in ("error", "degrees")}
                 row["layers"].append({"layer": layer[0]["layer"], **over})
     return rows
 
@@ -125,7 +125,7 @@ def without_full_layers(model: Any) -> Iterator[None]:
 
     with ExitStack() as stack:
         for layer in full:
-            stack.callback(layer.register_forward_hook(skip, with_kwargs=True).remove)
+            stack.enter_context(layer.register_forward_hook(skip, with_kwargs=True))
         yield
 
 

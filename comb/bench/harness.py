@@ -177,5 +177,5 @@ def in_turns(calls: Mapping[K, Callable[[], T]], repeats: int) -> dict[K, list[T
 
 
 def ratios(over: Sequence[float], under: Sequence[float]) -> Timing | None:
-    """Ratios within a repeat, with their quartiles."""
-    return Timing.of([one / other for one, other in zip(over, under, strict=False)])
+    """Ratios within a repeat, with their quartiles; None where there is nothing to compare with."""
+    return Timing.of([one / other for one, other in zip(over, under, strict=False)]) if over else None

@@ -111,7 +111,7 @@ def kernels(options: GpuOptions, report: BenchmarkReport) -> None:
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu, interpreted: times mean nothing"
     # by a kernel: a copy of a graph's own reaches two thirds of it on an H200
     source, target = torch.ones(2, 2**28 if device.type == "cuda" else 2**14, device=device)
-    copied = 2 * source.nbytes / Timing.over(seconds_of(partial(torch.neg, source, out=target), device)).median
+    copied = 2 * source.nbytes / Timing.of(seconds_of(partial(torch.neg, source, out=target), device)).median
     report.facts |= {"device": name, "copy_bytes_per_s": copied}
     report.heading = f"{name}; a device copy reads and writes {copied / 1e9:.4g} GB/s"
     del source, target
@@ -133,7 +133,7 @@ def _checked(case: MacCase | PagedCase, device: torch.device, *, timed: bool) ->
         errors, fault = call.fault()
         row |= {**errors, "bound": call.bound, **({"fault": fault} if fault else {})}
         if timed and not fault:
-            own, other = (Timing.over(seconds_of(run, device)) for run in (call.kernel, call.rival))
+            own, other = (Timing.of(seconds_of(run, device)) for run in (call.kernel, call.rival))
             row |= {
                 "kernel_s": own, "bytes_per_s": call.nbytes / own.median, "speedup": other.median / own.median,
                 "rival_s": other, "rival_bytes_per_s": call.rival_nbytes / other.median,
@@ -226,4 +226,4 @@ def _measured_seam(case: SeamCase, dtype: torch.dtype, device: torch.device, row
     if faults := [f"{name} is off by {error:.2g}" for name, error in errors.items() if not error < bound]:
         raise ValueError(f"{', '.join(faults)}: nothing is timed")
     ways["unmasked"] = lambda: F.scaled_dot_product_attention(query, keys, values, enable_gqa=True)
-    row |= {f"{name}_s": Timing.over(seconds_of(way, device)) for name, way in ways.items()}
+    row |= {f"{name}_s": Timing.of(seconds_of(way, device)) for name, way in ways.items()}

@@ -51,7 +51,8 @@ def summarize(
         reason = refused.get(spec, "" if own else "no question was asked")
         made: Row = {"method": spec, "refused": reason, **({} if reason else _means(own))}
         for name in ("cold", "cached"):
-            made[f"ttft_{name}_s"] = Timing.of([row[name] for row in times[spec].values()])
+            seconds = [row[name] for row in times[spec].values()]
+            made[f"ttft_{name}_s"] = Timing.of(seconds) if seconds else None
         both = [(mine[name], nothing[name]) for name in mine if "kl" in nothing.get(name, {})]
         if "kl" in made and any(none["kl"] for _, none in both):
             least = [max(none["kl"] * none["tokens"], 1e-9) for _, none in both]

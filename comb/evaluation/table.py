@@ -29,12 +29,7 @@ class Timing:
     n: int
 
     @classmethod
-    def of(cls, seconds: Sequence[float]) -> Timing | None:
-        """None where nothing was measured."""
-        return cls.over(seconds) if seconds else None
-
-    @classmethod
-    def over(cls, seconds: Sequence[float]) -> Timing:
+    def of(cls, seconds: Sequence[float]) -> Timing:
         """Of at least one measurement."""
         if len(seconds) == 1:
             return cls(seconds[0], seconds[0], seconds[0], 1)
