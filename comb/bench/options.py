@@ -75,16 +75,12 @@ class RandomModelOptions(ModelOptions):
         import torch
 
         from comb.evaluation.random_prompts import random_model
-        from comb.model.source import named_device
+        from comb.model.source import named_device, named_dtype
 
-        # where no checkpoint says it: float32, and a GPU if there is one
-        dtype = torch.float32 if self.dtype == "auto" else getattr(torch, self.dtype, None)
-        if not isinstance(dtype, torch.dtype) or not dtype.is_floating_point:
-            raise ValueError(f"--dtype is auto, float32, bfloat16 or float16, not {self.dtype!r}")
         return random_model(
             layers=self.layers, hidden=self.hidden, heads=self.heads, kv_heads=self.kv_heads, vocab=self.vocab,
             positions=max(positions, LEAST_POSITIONS), hybrid=self.model == "random-hybrid", seed=self.seed,
-            dtype=dtype, device=named_device(self.device),
+            dtype=named_dtype(self.dtype) or torch.float32, device=named_device(self.device),
         )  # fmt: skip
 
 
