@@ -107,17 +107,11 @@ class PaperRow:
             if isinstance(theirs, Mapping):
                 keys = (" ".join(map(str, values)), " ".join(str(one[name]) for name in one if name != "set"))
                 theirs = next((theirs[key] for key in keys if key in theirs), "plotted")
-            picked = {key: _filled(value, one) if isinstance(value, str) else value for key, value in self.pick.items()}
+            picked = {key: value.format(**one) if isinstance(value, str) else value for key, value in self.pick.items()}
             templates = f"{self.value} {self.pick}"  # what is filled in there is no key of a row
             picked |= {name: value for name, value in one.items() if f"{{{name}}}" not in templates}
-            what, value = _filled(self.what, one), _filled(self.value, one)
+            what, value = self.what.format(**one), self.value.format(**one)
             yield replace(self, what=what, paper=theirs, each={}, value=value, pick=picked)
-
-
-def _filled(text: str, values: Mapping[str, Any]) -> str:
-    for name, value in values.items():
-        text = text.replace(f"{{{name}}}", str(value))
-    return text
 
 
 def tables(rows: Sequence[Row]) -> list[TextTable]:
