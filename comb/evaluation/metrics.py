@@ -104,15 +104,7 @@ def agreement(predictions: Sequence[str], others: Sequence[str]) -> tuple[list[f
 
 
 def score(predictions: Sequence[str], references: Sequence[Sequence[str]]) -> Scores:
-    """All metrics, averaged over the predictions.
-
-    Raises:
-        ValueError: if there is nothing to score, the lengths differ, or an item has no reference.
-    """
-    if len(predictions) != len(references):
-        raise ValueError(f"{len(predictions)} predictions but references for {len(references)} questions")
-    if not predictions:
-        raise ValueError("nothing to score: there is no prediction")
+    """All metrics, averaged over the predictions, of which there is one at least."""
     pairs = list(zip(predictions, references, strict=True))
     metrics = {"em": exact_match, "f1": f1, "rouge_l": rouge_l}
     each = {name: [metric(prediction, accepted) for prediction, accepted in pairs] for name, metric in metrics.items()}
