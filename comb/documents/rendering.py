@@ -12,7 +12,7 @@ import json
 import re
 import secrets
 from bisect import bisect_left, bisect_right
-from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache, partial
 from itertools import pairwise
@@ -278,8 +278,11 @@ def plain_ids(tokenizer: Any, text: str, tags: frozenset[int] = frozenset()) -> 
     if getattr(tokenizer, "is_fast", False):
         return tuple(encoded(_speller(tokenizer, len(tokenizer), structure), text, split_special_tokens=True))
     # one written in Python may not know that option
-    _check_text(tokenizer, ids, structure)
-    return tuple(ids)
+    raise ValueError(
+        f"{type(tokenizer).__name__} takes text for the special token "
+        f"{tokenizer.decode([min(structure.intersection(ids))])!r}: documents would be read as structure; load the "
+        "model's tokenizer.json, or leave that word out"
+    )
 
 
 def document_ids(tokenizer: Any, text: str) -> tuple[int, ...]:
@@ -324,14 +327,6 @@ def _speller(tokenizer: Any, size: int, structure: frozenset[int]) -> Any:
     state["model"]["vocab"] = vocab
     own.backend_tokenizer.model = Tokenizer.from_str(json.dumps({**state, "added_tokens": []})).model
     return own
-
-
-def _check_text(tokenizer: Any, ids: Iterable[int], structure: Set[int]) -> None:
-    if found := structure & set(ids):
-        raise ValueError(
-            f"{type(tokenizer).__name__} takes text for the special token {tokenizer.decode([min(found)])!r}: "
-            "documents would be read as structure; load the model's tokenizer.json, or leave that word out"
-        )
 
 
 def added_tokens(tokenizer: Any) -> tuple[list[int], list[int]]:

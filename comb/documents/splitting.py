@@ -66,7 +66,7 @@ class Splitter:
         """
         if len(token_ids) != len(pieces):
             raise ValueError(f"expected the text of each of {len(token_ids)} tokens, got {len(pieces)} pieces")
-        if len(pieces) <= self.max_tokens:
+        if not self.cuts or len(pieces) <= self.max_tokens:
             return [tuple(token_ids)] if token_ids else []
         text, starts = "".join(pieces), [0, *accumulate(len(piece) for piece in pieces)]
         levels = []
@@ -286,6 +286,3 @@ class Whole(Splitter):
 
     def __init__(self) -> None:
         super().__init__()
-
-    def split(self, token_ids: Sequence[int], pieces: Sequence[str]) -> list[tuple[int, ...]]:
-        return [tuple(token_ids)] if token_ids else []
