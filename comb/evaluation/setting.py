@@ -1,20 +1,9 @@
 """What is asked in a comparison, and how: a model, how examples become requests, how long an answer may be; and sets of
-questions, read from one file that says where they are and how they are put to a language model.
-
-    templates:
-      few-shot: {prefix: "...\\n\\n", document: "{text}\\n", query: "Question: {query}\\nAnswer:", stop: "\\n"}
-    sets:
-      squad: {dataset: squad, path: squad/dev.json, template: few-shot, options: {num_documents: 4}}
+questions, read from one file that says where they are and how they are put to a language model, as
+`configs/evaluation.yaml` does.
 
 Where a benchmark comes with a file of its prompts (LongBench's dataset2prompt.json: a JSON object of prompts with
-``{context}`` and ``{input}``), a template names that file, and a set the prompt in it:
-
-    templates:
-      official: {prompts: longbench/dataset2prompt.json}
-    sets:
-      hotpotqa: {dataset: longbench, path: longbench, template: official, prompt: hotpotqa, options: {bare: true}}
-
-`configs/evaluation.yaml` is such a file.
+``{context}`` and ``{input}``), a template names that file, and a set the prompt in it, as in `configs/longbench.yaml`.
 """
 
 from __future__ import annotations
