@@ -2,21 +2,14 @@
 
 from __future__ import annotations
 
-from typing import Any, TypedDict, cast
+from typing import Any, cast
 
 import torch
 from torch import Tensor
 from transformers import LlamaForCausalLM, PreTrainedTokenizerFast
 
-from comb_training.nano.world import KINDS, Split, World
+from comb_training.nano.world import KINDS, World
 from scripts.nano.packing import EncodedScene, PackedRows, encode
-
-
-class ExactMatch(TypedDict):
-    """Exact match and the number of questions behind it."""
-
-    exact_match: float
-    n: int
 
 
 def row_match(logits: Tensor, rows: PackedRows, where: Tensor) -> dict[str, tuple[int, int]]:
@@ -39,16 +32,10 @@ def row_match(logits: Tensor, rows: PackedRows, where: Tensor) -> dict[str, tupl
 
 
 def exact_match(
-    model: LlamaForCausalLM,
-    tokenizer: PreTrainedTokenizerFast,
-    *,
-    num_scenes: int,
-    seed: int,
-    split: Split = "heldout",
-    documents: bool = True,
-) -> dict[str, ExactMatch]:
-    """Exact match per kind and overall, one question per prompt, by plain greedy `generate`."""
-    world = World(seed, split)
+    model: LlamaForCausalLM, tokenizer: PreTrainedTokenizerFast, *, num_scenes: int, seed: int, documents: bool = True
+) -> dict[str, dict[str, float]]:
+    """Exact match and the number of questions behind it, per kind and overall, by plain greedy `generate`."""
+    world = World(seed, "heldout")
     right, asked = dict.fromkeys(KINDS, 0), dict.fromkeys(KINDS, 0)
     for index in range(num_scenes):
         scene = world.scene(4 + index % 5, 8)
@@ -56,10 +43,8 @@ def exact_match(
         for question, given in zip(scene.questions, _generate(model, tokenizer, encoded), strict=True):
             asked[question.kind] += 1
             right[question.kind] += given == question.answer
-    scores = {kind: ExactMatch(exact_match=right[kind] / max(1, asked[kind]), n=asked[kind]) for kind in KINDS}
-    total = sum(asked.values())
-    scores["all"] = ExactMatch(exact_match=sum(right.values()) / max(1, total), n=total)
-    return scores
+    right["all"], asked["all"] = sum(right.values()), sum(asked.values())
+    return {kind: {"exact_match": right[kind] / max(1, count), "n": count} for kind, count in asked.items()}
 
 
 def _generate(model: LlamaForCausalLM, tokenizer: PreTrainedTokenizerFast, encoded: EncodedScene) -> list[str]:

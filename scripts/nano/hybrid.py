@@ -10,7 +10,6 @@ Source of the two steps: Bick et al. 2024, "Transformers to SSMs" (MOHAWK); Wang
 
 from __future__ import annotations
 
-import json
 import logging
 import sys
 import time
@@ -27,7 +26,7 @@ from comb_training.nano import CHECKPOINT, HYBRID_CHECKPOINT
 from comb_training.nano.world import World
 from scripts.nano.evaluate import exact_match
 from scripts.nano.packing import EncodedScene, PackedRows, encode, pack
-from scripts.nano.pretrain import STAGES, Optimizers, loss_of, versions
+from scripts.nano.pretrain import STAGES, Optimizers, loss_of, save_checkpoint
 
 logger = logging.getLogger(__name__)
 
@@ -172,17 +171,8 @@ def main() -> None:
     result = exact_match(model, tokenizer, num_scenes=100, seed=20_000)
     logger.info("held-out greedy generation: %s", result)
     model.generation_config = nano.generation_config
-    model.save_pretrained(output)
-    tokenizer.save_pretrained(output)
-    metadata = {
-        "recipe": asdict(recipe),
-        "linear_layers": list(LINEAR),
-        "seconds": round(time.monotonic() - started),
-        "parameters": model.num_parameters(),
-        "versions": versions(),
-        "held_out_generate": result,
-    }
-    (output / "training.json").write_text(json.dumps(metadata, indent=2) + "\n")
+    how = {"recipe": asdict(recipe), "linear_layers": list(LINEAR), "held_out_generate": result}
+    save_checkpoint(output, model, tokenizer, started, **how)
 
 
 if __name__ == "__main__":

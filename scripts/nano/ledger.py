@@ -8,7 +8,6 @@ ten tokens.
 
 from __future__ import annotations
 
-import json
 import logging
 import random
 import sys
@@ -25,7 +24,7 @@ from transformers import AutoTokenizer, GenerationConfig, PreTrainedTokenizerFas
 from comb_training.nano import CHECKPOINT, LEDGER_CHECKPOINT, Scene
 from comb_training.nano.world import LARGEST_LEDGER, ledger
 from scripts.nano.packing import encode
-from scripts.nano.pretrain import Optimizers, versions
+from scripts.nano.pretrain import Optimizers, save_checkpoint
 
 logger = logging.getLogger(__name__)
 
@@ -131,14 +130,8 @@ def main() -> None:
     result = train(model, tokenizer, recipe)
     logger.info("%s", result)
     model.generation_config = GenerationConfig.from_pretrained(CHECKPOINT)
-    model.save_pretrained(output)
-    tokenizer.save_pretrained(output)
-    metadata = {
-        "recipe": asdict(recipe), "full_layers": list(FULL),
-        "seconds": round(time.monotonic() - begun), "parameters": model.num_parameters(), "versions": versions(),
-        "training": result,
-    }  # fmt: skip
-    (output / "training.json").write_text(json.dumps(metadata, indent=2) + "\n")
+    how = {"recipe": asdict(recipe), "full_layers": list(FULL), "training": result}
+    save_checkpoint(output, model, tokenizer, begun, **how)
 
 
 if __name__ == "__main__":

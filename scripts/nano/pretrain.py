@@ -14,6 +14,7 @@ import time
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Any
 
 import tokenizers
 import torch
@@ -173,8 +174,8 @@ class Trainer:
             pack(scenes[i : i + 10], int(self.tokenizer.pad_token_id), recipe.document_weight) for i in range(0, 60, 10)
         ]
 
-    def run(self) -> None:
-        """Warm up, climb the curriculum until the target or `max_steps`, cool down."""
+    def run(self) -> dict[str, float]:
+        """Warm up, climb the curriculum until the target or `max_steps`, cool down; returns how it ended."""
         logger.info("warm-up accuracy %.2f", warm_up(self.model, self.recipe))
         self.optimizers = Optimizers(self.model, self.recipe.muon_lr, self.recipe.adamw_lr)
         for number, stage in enumerate(STAGES):
@@ -182,7 +183,7 @@ class Trainer:
             done = self._target_reached if last else lambda until=stage.until: min(self.running.values()) > until
             self._climb(number, stage, done)
         self._cool_down()
-        self.save(self.check())
+        return self.check()
 
     def _cool_down(self) -> None:
         """Learning rate to zero, with fresh optimizer states: the old ones average over larger steps."""
@@ -243,35 +244,33 @@ class Trainer:
         logger.info("held-out at step %d: %s", self.steps, self._show(scores))
         return scores
 
-    def save(self, scores: dict[str, float]) -> None:
-        """Write model, tokenizer and how they came about."""
+    def save(self, scores: dict[str, float], **more: Any) -> None:
+        """`save_checkpoint`, with what else is to be said of it."""
         self.model.generation_config.max_new_tokens = 48
-        self.model.save_pretrained(self.output)
-        self.tokenizer.save_pretrained(self.output)
-        self.metadata = {
-            "recipe": asdict(self.recipe),
-            "stages": [asdict(stage) for stage in STAGES],
-            "steps": self.steps,
-            "seconds": round(time.monotonic() - self.started),
-            "parameters": self.model.num_parameters(),
-            "held_out_packed": scores,
-            "versions": versions(),
-        }
-        (self.output / "training.json").write_text(json.dumps(self.metadata, indent=2) + "\n")
+        save_checkpoint(
+            self.output, self.model, self.tokenizer, self.started, recipe=asdict(self.recipe),
+            stages=[asdict(stage) for stage in STAGES], steps=self.steps, held_out_packed=scores, **more,
+        )  # fmt: skip
 
     @staticmethod
     def _show(scores: dict[str, float]) -> str:
         return ", ".join(f"{kind} {value:.3f}" for kind, value in scores.items())
 
 
-def versions() -> dict[str, str]:
-    """Of what takes part in making a checkpoint."""
-    return {
-        "python": platform.python_version(),
-        "torch": torch.__version__,
-        "transformers": transformers.__version__,
-        "tokenizers": tokenizers.__version__,
-    }
+def save_checkpoint(output: Path, model: Any, tokenizer: PreTrainedTokenizerFast, started: float, **how: Any) -> None:
+    """Writes model, tokenizer and how they came about; `started` by `time.monotonic`."""
+    model.save_pretrained(output)
+    tokenizer.save_pretrained(output)
+    metadata = {
+        **how,
+        "seconds": round(time.monotonic() - started),
+        "parameters": model.num_parameters(),
+        "versions": {
+            "python": platform.python_version(), "torch": torch.__version__, "transformers": transformers.__version__,
+            "tokenizers": tokenizers.__version__,
+        },
+    }  # fmt: skip
+    (output / "training.json").write_text(json.dumps(metadata, indent=2) + "\n")
 
 
 def main() -> None:
@@ -280,11 +279,10 @@ def main() -> None:
     recipe, output = PretrainRecipe(), Path(sys.argv[1]) if sys.argv[1:] else CHECKPOINT
     torch.set_num_threads(recipe.threads)
     trainer = Trainer(recipe, output)
-    trainer.run()
+    scores = trainer.run()
     result = exact_match(trainer.model, trainer.tokenizer, num_scenes=100, seed=20_000)
     logger.info("held-out greedy generation: %s", result)
-    metadata = {**trainer.metadata, "held_out_generate": result}
-    (output / "training.json").write_text(json.dumps(metadata, indent=2) + "\n")
+    trainer.save(scores, held_out_generate=result)
 
 
 if __name__ == "__main__":

@@ -38,38 +38,33 @@ CHAT_TEMPLATE = (
 )
 
 
-def world_words() -> tuple[str, ...]:
-    """Every name and value of the world, in the order of the lexicon."""
-    lists = (
-        words.FIRST_NAMES, words.LAST_NAMES, words.COMPANY_HEADS, words.COMPANY_TAILS, words.CITIES,
-        words.INSTRUMENTS, words.DISHES, words.PRODUCTS, words.YEARS, words.PLACES,
-    )  # fmt: skip
-    return tuple(itertools.chain(*lists))
-
-
-def corpus(seed: int, num_scenes: int = 600) -> Iterator[str]:
+def corpus(seed: int) -> Iterator[str]:
     """Text to learn merges from: scenes of the train split, then each word often enough to end as one token."""
     world = World(seed, "train")
-    for index in range(num_scenes):
+    for index in range(600):
         scene = world.scene(1 + index % 8, 8)
         yield from scene.documents
         yield from (text for question in scene.questions for text in (question.query, question.answer))
     # Names open sentences and documents, so they are needed with and without the space before them.
     for word in (*words.FIRST_NAMES, *words.LAST_NAMES, *words.COMPANY_HEADS):
         yield from itertools.repeat(word, 40)
-    for word in world_words():
+    lexicon = (
+        words.FIRST_NAMES, words.LAST_NAMES, words.COMPANY_HEADS, words.COMPANY_TAILS, words.CITIES,
+        words.INSTRUMENTS, words.DISHES, words.PRODUCTS, words.YEARS, words.PLACES,
+    )  # fmt: skip
+    for word in itertools.chain(*lexicon):
         yield from itertools.repeat(f" {word}", 40)
     for word in COMMON_ENGLISH:
         yield from itertools.repeat(f" {word}", 20)
 
 
-def train_tokenizer(seed: int, vocab_size: int = VOCAB_SIZE) -> PreTrainedTokenizerFast:
+def train_tokenizer(seed: int) -> PreTrainedTokenizerFast:
     """Train the tokenizer; all 256 bytes are in its alphabet, so every text survives a round trip."""
     bpe = Tokenizer(models.BPE())
     bpe.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     bpe.decoder = decoders.ByteLevel()
     trainer = trainers.BpeTrainer(
-        vocab_size=vocab_size,
+        vocab_size=VOCAB_SIZE,
         special_tokens=[PAD, USER, ASSISTANT, END],
         initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
         show_progress=False,
