@@ -22,7 +22,7 @@ class Lines:
 
     rows: Sequence[Row]
     x: str
-    y: str | Mapping[str, str]  # key of the values; or keys by the name of their line, and `by` is then not used
+    y: str  # key of the values
     xlabel: str
     ylabel: str
     by: str = "method"  # key of the name of a row's line
@@ -33,9 +33,8 @@ class Lines:
     def draw(self, axes: Any) -> None:
         curves: dict[str, list[tuple[float, Any]]] = {}
         for row in self.rows:
-            for line, key in ({row[self.by]: self.y} if isinstance(self.y, str) else self.y).items():
-                if not row.get("refused") and row.get(key) is not None:
-                    curves.setdefault(line, []).append((row[self.x], row[key]))
+            if not row.get("refused") and row.get(self.y) is not None:
+                curves.setdefault(row[self.by], []).append((row[self.x], row[self.y]))
         for number, (name, points) in enumerate(curves.items()):
             x, values = zip(*sorted(points, key=lambda point: point[0]), strict=True)
             times = [v if isinstance(v, Timing) else Timing(v, v, v, 1) for v in values]
@@ -170,8 +169,7 @@ def draw(panels: Sequence[Panel], path: str | Path, *, title: str = "") -> Path:
     return Path(path)
 
 
-Curve = Sequence[tuple[int, float]]
-"""(step, value) pairs."""
+Curve = Sequence[tuple[int, float]]  # steps and values
 
 
 def plot_training(
@@ -189,8 +187,8 @@ def plot_training(
     rows = [{"line": line, "step": step, "value": value} for line, curve in steps for step, value in curve]
     panels = [Lines(rows, "step", "value", "step", loss, by="line")]
     if closed:
-        shares = [{"step": step, "value": value} for step, value in closed]
-        panels.append(Lines(shares, "step", {"": "value"}, "step", "held-out: KL closed, %", scale=100))
+        shares = [{"line": "closed", "step": step, "value": value} for step, value in closed]
+        panels.append(Lines(shares, "step", "value", "step", "held-out: KL closed, %", by="line", scale=100))
     return draw(panels, path, title=title)
 
 

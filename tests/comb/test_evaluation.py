@@ -96,13 +96,12 @@ def test_plots_are_written_and_hold_the_last_point_of_a_curve_far_from_zero(tmp_
     ):
         assert path.read_bytes().startswith(b"\x89PNG")
     _, axes = pyplot.subplots()
-    rows = [{"step": 50, "closed": 96.6}, {"step": 100, "closed": 97.1}]
-    Lines(rows, "step", {"": "closed"}, "step", "closed").draw(axes)
+    Lines([{"method": "m", "x": 50, "y": 96.6}, {"method": "m", "x": 100, "y": 97.1}], "x", "y", "", "").draw(axes)
     for (low, high), last in ((axes.get_xlim(), 100), (axes.get_ylim(), 97.1)):
         assert low == 0
         assert high > 1.04 * last
     _, axes = pyplot.subplots()
-    Lines([{"step": 0, "closed": -1.6}, {"step": 4, "closed": -0.3}], "step", {"": "closed"}, "", "").draw(axes)
+    Lines([{"method": "m", "x": 0, "y": -1.6}, {"method": "m", "x": 4, "y": -0.3}], "x", "y", "", "").draw(axes)
     assert axes.get_ylim() == pytest.approx((-1.68, 0))  # worse than without documents
     pyplot.close("all")
 
