@@ -80,18 +80,26 @@ def error(one: Tensor, other: Tensor) -> float:
     return float((one - other)[seen].norm() / other[seen].norm())
 
 
+def next_turn(chat: Conversation, anew: Conversation, question: str, *new: str) -> tuple[Any, Tensor]:
+    """The answer of `chat`, checked against `anew`, which has the same turns and is linked from its start; and that
+    one's logits."""
+    anew.release()
+    (answer, logits), (expected, reference) = (asked(each, question, *new) for each in (chat, anew))
+    assert error(logits, reference) < EXACT
+    assert answer.token_ids == expected.token_ids
+    assert answer.report.prompt_tokens == expected.report.prompt_tokens
+    assert expected.report.continued_tokens == 0
+    assert "released" in expected.report.relinked
+    return answer, reference
+
+
 def second_turn(engine: PICEngine, *new: str, says: Sequence[int | None] = (), **first: Any) -> tuple[Any, Any, Any]:
-    """A conversation, its answers to "When?" and "Where to?": the second as if both were linked from the start."""
+    """A conversation, its answers to "When?" and "Where to?"."""
     chat, anew = engine.conversation([MILL]), engine.conversation([MILL])
     for conversation in (chat, anew):
         settings = {"max_new_tokens": NEW, **first}
         answered = conversation.ask("When?", logits_processor=[Scores(says=says)], **settings)
-    anew.release()
-    (answer, logits), (expected, reference) = (asked(each, "Where to?", *new) for each in (chat, anew))
-    assert error(logits, reference) < EXACT
-    assert answer.token_ids == expected.token_ids
-    assert answer.report.prompt_tokens == expected.report.prompt_tokens
-    return chat, answered, answer
+    return chat, answered, next_turn(chat, anew, "Where to?", *new)[0]
 
 
 CASES = [(name, spec) for name in HYBRIDS for spec in ("hypic:4", "full")] + [("llama", spec) for spec in ON_LLAMA]
@@ -107,26 +115,17 @@ def test_a_turn_goes_on_as_if_linked_in_one_go(family: str, method: str) -> None
     first = [asked(chat, "When?")[0] for chat in (continued, anew, other)]
     # every token reads the documents of cross blocks
     new = () if method == "comb" else (CITY,)
-    anew.release()
-    answer, logits = asked(continued, "Where to?", *new)
-    expected, reference = asked(anew, "Where to?", *new)
+    answer, reference = next_turn(continued, anew, "Where to?", *new)
     _, control = asked(other, "Where to?", *new)
-    assert answer.token_ids == expected.token_ids
-    assert error(logits, reference) < EXACT
     assert error(control, reference) > CONTROL
-    assert answer.report.prompt_tokens == expected.report.prompt_tokens
-    assert expected.report.continued_tokens == 0
-    assert "released" in expected.report.relinked
-    assert (continued.relinked, anew.relinked) == (0, 1) if (family, method) != ("jamba", "comb") else (1, 1)
     if (family, method) == ("jamba", "comb"):
         assert "scan" in answer.report.relinked
+        assert continued.relinked == 1
         return
     assert answer.report.relinked == ""
+    assert (continued.relinked, anew.relinked) == (0, 1)
     assert answer.report.continued_tokens == first[0].report.prompt_tokens + NEW - 1
-    third, logits = asked(continued, "Why?")  # and on from there
-    anew.release()
-    _, reference = asked(anew, "Why?")
-    assert error(logits, reference) < EXACT
+    third, _ = next_turn(continued, anew, "Why?")  # and on from there
     assert third.report.continued_tokens == answer.report.prompt_tokens + NEW - 1
     if method != "comb":
         assert states(answer)[0] == "continued"
@@ -203,10 +202,8 @@ def test_a_remembered_part_of_an_answer(family: str, method: str) -> None:
     chat, anew, whole = (engine.conversation([MILL], remember=part) for part in (shorter, shorter, None))
     for conversation in (chat, anew, whole):
         first, _ = asked(conversation, "When?")
-    anew.release()
-    (answer, logits), (_, reference), (_, control) = (asked(c, "Where?", CITY) for c in (chat, anew, whole))
-    assert error(logits, reference) < EXACT
-    assert error(control, reference) > CONTROL
+    answer, reference = next_turn(chat, anew, "Where?", CITY)
+    assert error(asked(whole, "Where?", CITY)[1], reference) > CONTROL
     assert chat.messages[1]["content"] == "It did." != first.text
     assert first.report.prompt_tokens - 1 <= answer.report.continued_tokens < first.report.prompt_tokens + NEW - 1
 
@@ -218,16 +215,13 @@ def test_what_is_remembered_of_answers_is_gone_on_from_behind_sliding_windows(me
     chat, anew = (engine.conversation([MILL], remember=lambda _: "It did.") for _ in range(2))
     prompts = [asked(conversation, "When?")[0].report.prompt_tokens for conversation in (chat, anew)]
     for turn in range(1, 4):
-        answer, logits = asked(chat, "When?")
+        answer, _ = next_turn(chat, anew, "When?")
         if method == "full":
             assert "remembered otherwise where a cache can't be cut" in answer.report.relinked
         else:
             assert answer.report.relinked == ""
             # behind the documents first, then behind the last question
             assert answer.report.continued_tokens == prompts[-1] - (len("When?<>") - 1 if turn == 1 else 1)
-        anew.release()
-        _, reference = asked(anew, "When?")
-        assert error(logits, reference) < EXACT
         prompts.append(answer.report.prompt_tokens)
 
 
@@ -385,10 +379,7 @@ def test_a_turn_that_cannot_be_decoded_behind_a_cache_is_linked_from_its_start(
     assert "prompt_lookup_num_tokens" in answer.report.relinked
     anew.release()
     assert answer.token_ids == anew.ask("Where to?", [CITY], max_new_tokens=NEW).token_ids
-    last, logits = asked(chat, "Why?")
-    anew.release()
-    assert error(logits, asked(anew, "Why?")[1]) < EXACT
-    assert last.report.continued_tokens > 0
+    assert next_turn(chat, anew, "Why?")[0].report.continued_tokens > 0
 
 
 def test_new_documents_with_an_encoder_are_read_by_all_turns() -> None:
