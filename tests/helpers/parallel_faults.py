@@ -8,15 +8,14 @@ import time
 from collections.abc import Sequence
 from typing import Any
 
-from comb.cache.picache import PICache, serialize
-from comb.engine.workers import actor
+from comb.cache.picache import PICache
 from comb.methods.presets import Naive
 
 FAULT_TOKEN = 99
 
 
 class Fragile(Naive):
-    """`naive`, but in any process other than `home` a segment that holds `FAULT_TOKEN` meets `fault`."""
+    """`naive`, but in any process other than `home` a segment that holds `FAULT_TOKEN` meets `fault`: kill or hang."""
 
     name = "fragile"
 
@@ -28,20 +27,5 @@ class Fragile(Naive):
         if os.getpid() != self.home and any(FAULT_TOKEN in segment for segment in segments):
             if self.fault == "kill":
                 os.kill(os.getpid(), signal.SIGKILL)
-            elif self.fault == "hang":
-                time.sleep(3600)
-            elif self.fault == "raise":
-                raise RuntimeError("out of memory")
-            elif self.fault == "damage":
-                actor.serialize = _damaged
-            elif self.fault == "swap":  # another segment's PICache, whole and well
-                return super().compile([segment[:-1] for segment in segments])
+            time.sleep(3600)
         return super().compile(segments)
-
-
-def _damaged(picache: PICache, key: str) -> bytes:
-    """Serialised as it should be, but for one bit in the middle of the tensors."""
-    actor.serialize = serialize
-    data = bytearray(serialize(picache, key))
-    data[-len(data) // 4] ^= 16
-    return bytes(data)
