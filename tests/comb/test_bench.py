@@ -16,7 +16,6 @@ from typer.testing import CliRunner
 
 from comb import CombForCausalLM, Example, PromptBuilder
 from comb.bench import benchmarks
-from comb.bench import paper as module
 from comb.bench.context_length import measure_context_length
 from comb.bench.context_length import tables as length_tables
 from comb.bench.drift import measure_drift, without_full_layers
@@ -141,15 +140,6 @@ def test_a_run_that_is_broken_off_keeps_what_it_has(tmp_path: Path) -> None:
 # --- comb bench context-length --------------------------------------------------------------------------------------
 
 
-def test_work_has_exactly_the_tokens_asked_for() -> None:
-    work = RandomPrompt.random(50, 100, 32, 7)
-    assert [len(segment) for segment in work.segments] == [32, 32, 32, 4]
-    assert len(work.query) == 7
-    assert len(work.flat) == 107
-    assert work == RandomPrompt.random(50, 100, 32, 7)
-    assert set(work.flat) <= set(range(50))
-
-
 def test_lengths_are_compared_within_a_repeat() -> None:
     model = random_model(layers=2, hidden=32, heads=2, kv_heads=1, vocab=64, positions=80)
     specs = ["full", "prefix", "naive", "legolink:4", "comb"]
@@ -198,10 +188,13 @@ def test_a_random_hybrid_is_measured() -> None:
     assert {"compose", "recompute"} <= set(found["hypic:4"]["stages_s"])
 
 
-def test_random_models_are_seeded() -> None:
+def test_random_models_and_prompts_are_seeded() -> None:
     sizes = {"layers": 1, "hidden": 16, "heads": 2, "kv_heads": 1, "vocab": 20, "positions": 8}
     first, again = random_model(**sizes), random_model(**sizes)
     assert all(torch.equal(a, b) for a, b in zip(first.parameters(), again.parameters(), strict=True))
+    prompt = RandomPrompt.random(50, 100, 32, 7)
+    assert prompt == RandomPrompt.random(50, 100, 32, 7)
+    assert [*map(len, prompt.segments), len(prompt.query)] == [32, 32, 32, 4, 7]
 
 
 # --- comb bench drift -----------------------------------------------------------------------------------------------
@@ -353,18 +346,6 @@ def test_a_protocol_names_what_there_is(name: str) -> None:
         assert set(run.get("sets", ())) <= known
 
 
-@pytest.mark.parametrize("name", PAPERS)
-def test_without_measurements_our_column_is_empty(name: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setattr(module, "_rows", lambda name, options: [])
-    assert run("paper", name, "--out", tmp_path / "p.json").exit_code == 0
-    rows = json.loads((tmp_path / "p.json").read_text(encoding="utf-8"))["results"]
-    assert any(row["paper"] != "plotted" for row in rows)
-    assert all(row["ours"] is None and row["text"] == "-" and row["refused"] for row in rows)
-    (table,) = tables(rows)
-    assert {line[3] for line in table.lines()} == {"refused"}
-    assert all(any(row["refused"] in note for note in table.notes()) for row in rows)
-
-
 def test_ours_comes_from_rows_alone() -> None:
     rows = [
         {"method": "full", "set": "a", "f1": 0.5, "rouge_l": 0.1, "ttft": Timing(2.0, 2.0, 2.0, 3), "refused": ""},
@@ -413,4 +394,7 @@ def test_a_paper_without_its_sets_says_so(tmp_path: Path) -> None:
     config = ["--config", ROOT / "configs" / "longbench.yaml", "--data", tmp_path]
     run("paper", "epic", "--only", "arXiv Fig. 6", "--out", tmp_path / "p.json", *config)
     rows = json.loads((tmp_path / "p.json").read_text(encoding="utf-8"))["results"]
-    assert all("longbench" in row["refused"] for row in rows)
+    assert all("longbench" in row["refused"] and (row["ours"], row["text"]) == (None, "-") for row in rows)
+    (table,) = tables(rows)
+    assert {line[3] for line in table.lines()} == {"refused"}
+    assert all(any(row["refused"] in note for note in table.notes()) for row in rows)

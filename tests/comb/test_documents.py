@@ -20,7 +20,7 @@ def ids(tokenizer: Any, text: str) -> tuple[int, ...]:
 
 
 def test_a_document_holds_one_thing() -> None:
-    assert as_document("some text") == Document("some text")
+    assert as_document("some text") == as_document({"text": "some text"}) == Document("some text")
     assert Document(token_ids=[1, 2]).token_ids == (1, 2)
     for arguments in ({}, {"text": "a", "token_ids": (1,)}, {"text": ""}, {"text": " \n"}, {"token_ids": ()}):
         with pytest.raises(ValueError, match="document"):
@@ -59,34 +59,18 @@ def test_what_is_left_behind_a_number_of_tokens(prompt: Prompt) -> None:
         assert cut <= count
 
 
-def test_documents_stand_in_front_of_the_first_user_message() -> None:
-    tokenizer = byte_tokenizer()
-    builder = PromptBuilder(tokenizer)
-    segments = [builder.segment("one"), builder.segment(Document("two"))]
-    prompt = builder.build("why?", segments)
-    assert tokenizer.decode(prompt.flat) == "<|user|>one\ntwo\nwhy?<|assistant|>"
-    assert prompt.prefix == ids(tokenizer, "<|user|>")
-    messages = [
-        {"role": "system", "content": "Be brief."}, {"role": "user", "content": "a?"},
-        {"role": "assistant", "content": "b"}, {"role": "user", "content": "c?"},
-    ]  # fmt: skip
-    chat = builder.build(messages, segments)
-    assert tokenizer.decode(chat.flat) == (
-        "<|system|>Be brief.<|user|>one\ntwo\na?<|assistant|>b<|end|><|user|>c?<|assistant|>"
-    )
-
-
 def test_a_document_spells_no_tag_of_the_template() -> None:
     """Parsers look for the last </think> of a whole prompt; added tokens that no template writes are text as any."""
-    tokenizer = byte_tokenizer()
-    tokenizer.add_tokens(["</think>", "<table>"])
-    before = PromptBuilder(tokenizer).segment("a </think> b <table>")
-    assert {260, 261} <= set(before)
+    tokenizer, text = byte_tokenizer(), "a </think> b <table>"
     tokenizer.chat_template += "{# </think> #}"
-    segment = PromptBuilder(tokenizer).segment("a </think> b <table>")
+    assert (spelled := PromptBuilder(tokenizer).segment("</think>"))
+    tokenizer.add_tokens(["</think>", "<table>"])
+    assert PromptBuilder(tokenizer).segment("</think>") == spelled != ids(tokenizer, "</think>\n")
+    segment = PromptBuilder(tokenizer).segment(text)
     assert (260 in segment, 261 in segment) == (False, True)
-    assert tokenizer.decode(segment) == "a </think> b <table>\n"
-    assert 260 in ids(tokenizer, "</think>")
+    assert tokenizer.decode(segment) == f"{text}\n"
+    tokenizer.chat_template = TEMPLATE
+    assert {260, 261} <= set(PromptBuilder(tokenizer).segment(text))
 
 
 def test_threads_share_a_tokenizer() -> None:
@@ -107,15 +91,11 @@ def test_threads_share_a_tokenizer() -> None:
 
 
 def test_a_lead_stands_in_front_of_the_documents() -> None:
-    tokenizer = byte_tokenizer()
-    for prefix in (None, "Head. "):
-        builder = PromptBuilder(tokenizer, prefix=prefix, lead="Read <|end|>.\n")
-        prompt = builder.build("why?", [builder.segment("one")])
-        text = tokenizer.decode(prompt.flat)
-        assert text.endswith("Read <|end|>.\none\nwhy?" + ("" if prefix else "<|assistant|>"))
-        assert prompt.bare == builder.build("why?").bare
-        plain = PromptBuilder(tokenizer, prefix=prefix).build("why?", [builder.segment("one")])
-        assert len(prompt.flat) == len(plain.flat) + len("Read .\n") + 1
+    builder = PromptBuilder(byte_tokenizer(), lead="Read <|end|>.\n")
+    prompt = builder.build("why?", [builder.segment("one")])
+    assert builder.tokenizer.decode(prompt.flat) == "<|user|>Read <|end|>.\none\nwhy?<|assistant|>"
+    assert prompt.bare == builder.build("why?").bare
+    assert builder.tokenizer.eos_token_id in prompt.bare
 
 
 def test_a_title_stands_above_its_text() -> None:

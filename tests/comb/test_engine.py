@@ -507,18 +507,6 @@ def test_a_failing_compile_leaves_nothing_behind(engine: PICEngine, monkeypatch:
     assert states(engine.ask(QUESTION, [LAKE, CITY], max_new_tokens=1)) == ["hit", "compiled"]
 
 
-def test_documents_may_be_their_fields_by_name(engine: PICEngine) -> None:
-    engine.prompt_builder = PromptBuilder(engine.tokenizer, document_template="{title}: {text}")
-    given = [Document(LAKE, id="lake", title="Water"), CITY]
-    wanted = engine.ask(QUESTION, given, max_new_tokens=NEW)
-    by_name = [{"text": LAKE, "id": "lake", "title": "Water"}, {"text": CITY}]
-    assert engine.add_documents(by_name)[0] == "lake"
-    for documents in (by_name, [by_name[0], CITY]):
-        answer = engine.ask(QUESTION, documents, max_new_tokens=NEW)
-        assert answer.token_ids == wanted.token_ids
-        assert states(answer) == ["hit", "hit"]
-
-
 def test_the_default_method_is_primed_where_it_can_be(tokenizer: Any, caplog: pytest.LogCaptureFixture) -> None:
     wide = make_backbone(max_position_embeddings=4096)
     engine = PICEngine(wide, tokenizer)

@@ -274,13 +274,6 @@ def test_raw_prompts_are_read_as_without_documents(kind: str) -> None:
         assert bare.prefix == ((tokenizer.bos_token_id,) if text.startswith("<s>") else ())
 
 
-def test_documents_spell_tags_that_a_tokenizer_is_given_later() -> None:
-    tokenizer = trained("bytes", "<tool>")
-    assert (spelled := PromptBuilder(tokenizer).segment("The <tool> lake"))
-    tokenizer.add_tokens(["<tool>"])
-    assert PromptBuilder(tokenizer).segment("The <tool> lake") == spelled
-
-
 def test_few_shot_text_is_read_with_the_question() -> None:
     tokenizer = trained("bytes")
     builder = PromptBuilder(tokenizer, prefix="How deep?\n", lead="The <|end|>lake:\n")
