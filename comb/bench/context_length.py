@@ -19,7 +19,7 @@ from tqdm import tqdm
 from comb.bench.harness import BenchmarkReport, benchmark, ratios
 from comb.bench.options import Methods, QueryTokens, RandomModelOptions, Repeats, integers, split_methods
 from comb.evaluation.plot import Bars, Lines, Panel, in_order
-from comb.evaluation.table import Column, Row, TextTable, Timing, mebibytes, ms, or_refused, spread
+from comb.evaluation.table import Column, Row, TextTable, Timing, ms, or_refused, spread
 
 if TYPE_CHECKING:
     from comb.cache.picache import PICache
@@ -45,7 +45,7 @@ def tables(rows: Sequence[Row]) -> list[TextTable]:
         Column("cold ms", "ttft_cold_s", ms, "with compiling"),
         Column("full/method", "speedup", spread, "cached times of full and the method in the same repeat, quartiles"),
         Column("computed", "computed_tokens", note="tokens that passed through the backbone, cached"),
-        Column("cache MiB", "cache_bytes", mebibytes),
+        Column("cache MiB", "cache_bytes", lambda count: f"{count / 2**20:.1f}"),
     )
     found = [TextTable("Time to first token against context length", columns, rows)]
     if last := _longest(rows):
@@ -95,20 +95,19 @@ def measure_context_length(
         ValueError: when `full` differs from the plain model.
     """
     from comb import methods
-    from comb.evaluation.random_prompts import RandomPrompt, first_token, synchronize, vocabulary
+    from comb.evaluation.random_prompts import RandomPrompt, first_token, synchronize
     from comb.methods.prefix import prefixes_of
 
     made: dict[str, Method] = {}
     unfit: dict[str, Row] = {}
-    vocab = vocabulary(model)
-    short = RandomPrompt.random(vocab, 40, 20, 8, seed)
+    short = RandomPrompt.random(model, 40, 20, 8, seed)
     for spec in specs:
         with or_refused(unfit.setdefault(spec, {"refused": ""})):
             made[spec] = _checked(methods.create(spec, model), short)
         if methods.parse(spec)[0] == "full" and unfit[spec]["refused"]:
             raise ValueError(unfit[spec]["refused"])
     for length in tqdm(lengths, "context lengths", leave=False):
-        prompt = RandomPrompt.random(vocab, length, *shape, seed)
+        prompt = RandomPrompt.random(model, length, *shape, seed)
         rows: dict[str, Row] = {spec: {"method": spec, "tokens": length, **unfit[spec]} for spec in specs}
         colds: dict[str, list[float]] = {spec: [] for spec in made}
         cacheds: dict[str, list[dict[str, float]]] = {spec: [] for spec in made}

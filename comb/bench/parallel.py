@@ -70,7 +70,7 @@ def panels(rows: Sequence[Row]) -> list[Panel]:
 def parallel(options: ParallelOptions, report: BenchmarkReport) -> None:
     """TTFT of a cold prompt over several workers, by dispatch, transfer and combine (HYPIC)."""
     from comb.engine.workers import CompileExecutor
-    from comb.evaluation.random_prompts import RandomPrompt, vocabulary
+    from comb.evaluation.random_prompts import RandomPrompt
     from comb.model.source import ModelSource
 
     specs = split_methods(options.methods, control=False)
@@ -79,9 +79,7 @@ def parallel(options: ParallelOptions, report: BenchmarkReport) -> None:
     with tempfile.TemporaryDirectory() as folder:
         tokens = options.segments * options.segment_tokens
         model = options.load(tokens + options.query_tokens + 1)
-        prompt = RandomPrompt.random(
-            vocabulary(model), tokens, options.segment_tokens, options.query_tokens, options.seed
-        )
+        prompt = RandomPrompt.random(model, tokens, options.segment_tokens, options.query_tokens, options.seed)
         source = ModelSource(options.model, {"backbone": options.backbone, "dtype": options.dtype}, str(model.device))
         if options.is_random:
             model.save_pretrained(folder)

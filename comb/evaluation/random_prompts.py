@@ -63,10 +63,11 @@ class RandomPrompt:
     query: tuple[int, ...]
 
     @classmethod
-    def random(cls, vocab: int, tokens: int, segment_tokens: int, query_tokens: int, seed: int = 0) -> RandomPrompt:
+    def random(cls, model: Any, tokens: int, segment_tokens: int, query_tokens: int, seed: int = 0) -> RandomPrompt:
         """`tokens` random ids cut into segments of `segment_tokens` (the last may be shorter), and a query."""
+        vocabulary = len(backbone_of(model).get_input_embeddings().weight)
         generator = torch.Generator().manual_seed(seed)
-        ids = torch.randint(vocab, (tokens + query_tokens,), generator=generator).tolist()
+        ids = torch.randint(vocabulary, (tokens + query_tokens,), generator=generator).tolist()
         cuts = range(0, tokens, segment_tokens)
         return cls(tuple(tuple(ids[cut : min(cut + segment_tokens, tokens)]) for cut in cuts), tuple(ids[tokens:]))
 
@@ -74,11 +75,6 @@ class RandomPrompt:
     def flat(self) -> list[int]:
         """The whole prompt."""
         return [*(token for segment in self.segments for token in segment), *self.query]
-
-
-def vocabulary(model: Any) -> int:
-    """Rows of the model's embedding table."""
-    return int(backbone_of(model).get_input_embeddings().weight.shape[0])
 
 
 def first_token(method: Method, picaches: Sequence[PICache], query: Sequence[int]) -> dict[str, float]:
@@ -89,7 +85,7 @@ def first_token(method: Method, picaches: Sequence[PICache], query: Sequence[int
     linked_at = time.perf_counter()
     state.logits.argmax(-1).cpu()
     end = time.perf_counter()
-    own = dict(getattr(state, "seconds", {}))
+    own = dict(state.seconds)
     rest = max(0.0, linked_at - start - sum(own.values()))
     return {**own, "other linking": rest, "first token": end - linked_at}
 

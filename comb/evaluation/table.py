@@ -186,11 +186,6 @@ def fixed(digits: int) -> Callable[[float], str]:
     return lambda value: f"{value:.{digits}f}"
 
 
-def mebibytes(count: int) -> str:
-    """``1536`` KiB -> ``1.5``."""
-    return f"{count / 2**20:.1f}"
-
-
 def divergence(kl: float) -> str:
     """A KL in nats: ``0`` only if it is exactly that; rounding may leave a tiny negative number."""
     if kl == 0 or abs(kl) < 1e-6:

@@ -105,7 +105,7 @@ def tiers(device: torch.device, *, tiny: bool) -> Section:
 def decode(device: torch.device, *, tiny: bool) -> Section:
     """A row for each method; a token's time is what a longer answer takes beyond a short one."""
     from comb import CombForCausalLM, methods
-    from comb.evaluation.random_prompts import RandomPrompt, random_model, vocabulary
+    from comb.evaluation.random_prompts import RandomPrompt, random_model
 
     sizes = {"layers": 2, "hidden": 64, "heads": 4, "kv_heads": 2, "vocab": 512}
     tokens, segment, count, repeats, dtype = 64, 16, 2, 1, torch.float32
@@ -114,7 +114,7 @@ def decode(device: torch.device, *, tiny: bool) -> Section:
         tokens, segment, count, repeats, dtype = 8192, 512, 16, 3, torch.bfloat16
     model = random_model(**sizes, positions=tokens + 128, dtype=dtype, device=device)
     trained = CombForCausalLM.from_backbone(model)
-    prompt = RandomPrompt.random(vocabulary(model), tokens, segment, 32)
+    prompt = RandomPrompt.random(model, tokens, segment, 32)
     states: dict[str, DecodeState] = {}
     for spec in ("full", "naive", "comb"):
         method = methods.create(spec, trained if spec == "comb" else model)
@@ -133,10 +133,10 @@ def off_is_plain(model: CombForCausalLM) -> bool:
     """Whether logits and an answer without documents are the backbone's to the bit, after documents were read."""
     from comb import methods
     from comb.backbones.identity import backbone_of
-    from comb.evaluation.random_prompts import RandomPrompt, vocabulary
+    from comb.evaluation.random_prompts import RandomPrompt
 
     backbone = backbone_of(model)
-    prompt = RandomPrompt.random(vocabulary(backbone), 64, 32, 32)
+    prompt = RandomPrompt.random(model, 64, 32, 32)
     ids = torch.tensor([prompt.query], device=backbone.device)
     wanted = backbone(input_ids=ids).logits
     method = methods.create("comb", model)

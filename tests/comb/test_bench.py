@@ -14,7 +14,7 @@ import torch
 import yaml
 from typer.testing import CliRunner
 
-from comb import CombForCausalLM, Example, PromptBuilder
+from comb import PromptBuilder
 from comb.bench import benchmarks
 from comb.bench.context_length import measure_context_length
 from comb.bench.context_length import tables as length_tables
@@ -32,29 +32,13 @@ from tests.helpers.facts import facts, strong_llama, write_facts
 from tests.helpers.hybrids import text_model
 
 
-@pytest.fixture(scope="module")
-def model() -> CombForCausalLM:
-    return strong_llama()
-
-
-@pytest.fixture(scope="module")
-def setting(model: CombForCausalLM) -> Setting:
-    tokenizer = byte_tokenizer()
-    return Setting(model, tokenizer, PromptBuilder(tokenizer))
-
-
-@pytest.fixture(scope="module")
-def examples() -> list[Example]:
-    return facts()
-
-
 def run(*arguments: object) -> Any:
     return CliRunner().invoke(cli.app, ["bench", *(str(argument) for argument in arguments)], env={"COLUMNS": "100"})
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory, model: CombForCausalLM) -> Path:
-    return write_facts(tmp_path_factory.mktemp("bench"), model)
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_facts(tmp_path_factory.mktemp("bench"), strong_llama())
 
 
 def written(path: Path, *arguments: object) -> Any:
@@ -192,8 +176,8 @@ def test_random_models_and_prompts_are_seeded() -> None:
     sizes = {"layers": 1, "hidden": 16, "heads": 2, "kv_heads": 1, "vocab": 20, "positions": 8}
     first, again = random_model(**sizes), random_model(**sizes)
     assert all(torch.equal(a, b) for a, b in zip(first.parameters(), again.parameters(), strict=True))
-    prompt = RandomPrompt.random(50, 100, 32, 7)
-    assert prompt == RandomPrompt.random(50, 100, 32, 7)
+    prompt = RandomPrompt.random(first, 100, 32, 7)
+    assert prompt == RandomPrompt.random(first, 100, 32, 7)
     assert [*map(len, prompt.segments), len(prompt.query)] == [32, 32, 32, 4, 7]
 
 
@@ -201,8 +185,9 @@ def test_random_models_and_prompts_are_seeded() -> None:
 
 
 @pytest.mark.parametrize(("method", "reason"), [("hypic", "hybrid"), ("prefix", "isn't a hybrid"), ("comb", "decoder")])
-def test_what_has_no_drift_says_so(setting: Setting, examples: list[Example], method: str, reason: str) -> None:
-    rows = measure_drift(setting, examples[:1], [method])
+def test_what_has_no_drift_says_so(method: str, reason: str) -> None:
+    tokenizer = byte_tokenizer()
+    rows = measure_drift(Setting(strong_llama(), tokenizer, PromptBuilder(tokenizer)), facts(1), [method])
     assert reason in rows[0]["refused"]
     [line] = drift_tables(rows)[0].lines()
     assert line[:2] == (method, "refused")

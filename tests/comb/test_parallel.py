@@ -25,7 +25,7 @@ from comb.cli import main as cli
 from comb.engine.workers import CompileExecutor, ExecutorStats
 from comb.engine.workers import executor as executor_module
 from comb.engine.workers.actor import Reply
-from comb.engine.workers.executor import Plan, lpt
+from comb.engine.workers.executor import lpt
 from comb.evaluation.plot import draw
 from comb.evaluation.random_prompts import RandomPrompt
 from comb.methods.base import Method
@@ -136,13 +136,14 @@ def test_threads_take_turns(whole: CompileExecutor, model: Any) -> None:
 
 
 def test_bad_segments_raise_what_the_method_raises(whole: CompileExecutor, model: Any) -> None:
-    method = methods.create("naive", model)
+    method, before = methods.create("naive", model), whole.stats
     for bad in ([[1, 2], []], [[1, 2], [3, 4], [5, 9999]]):
         with pytest.raises(ValueError) as ours:
             whole.compile(method, bad)
         with pytest.raises(ValueError) as theirs:
             method.compile(bad)
         assert str(ours.value) == str(theirs.value)
+    assert counted(whole, before) == {"requests": 1, "by_workers": 2, "failed": 1}
     # what was under way then is not taken for a result of the next request
     assert same(whole.compile(method, SEGMENTS), alone(method, SEGMENTS))
 
@@ -265,7 +266,7 @@ runner = CliRunner()
 def test_stages_add_up(backbone_folder: Path, tmp_path: Path) -> None:
     source = ModelSource(str(backbone_folder))
     model = source.load()
-    options, prompt = ParallelOptions(repeats=3), RandomPrompt.random(250, 90, 20, 4)
+    options, prompt = ParallelOptions(repeats=3), RandomPrompt.random(model, 90, 20, 4)
     lengths = [len(segment) for segment in prompt.segments]
     rows = measure_parallel(model, inside(source, 3), ["naive", "legolink:2"], [1, 3], prompt, options)
     assert [(row["method"], row["workers"]) for row in rows] == [
@@ -286,7 +287,7 @@ def test_stages_add_up(backbone_folder: Path, tmp_path: Path) -> None:
 def test_no_time_is_shown_when_workers_are_lost_or_wrong(backbone_folder: Path) -> None:
     source = ModelSource(str(backbone_folder))
     model = source.load()
-    prompt = RandomPrompt.random(250, 30, 10, 4)
+    prompt = RandomPrompt.random(model, 30, 10, 4)
 
     def measure(executor: CompileExecutor, workers: list[int]) -> Any:
         return measure_parallel(model, executor, ["naive"], workers, prompt, ParallelOptions(repeats=1))
@@ -343,7 +344,7 @@ COSTS = st.lists(st.integers(1, 4000), min_size=1, max_size=8)
 WORKERS = st.integers(1, 5)
 
 
-def makespan(costs: list[int], plan: Plan) -> int:
+def makespan(costs: list[int], plan: list[list[int]]) -> int:
     """The load of the busiest worker."""
     return max(sum(costs[index] for index in indices) for indices in plan)
 

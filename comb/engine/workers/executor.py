@@ -50,19 +50,16 @@ class Compiled:
     transfer_s: float = 0.0  # the rest: what serialising, sending and checking could not hide behind computing
 
 
-Plan = list[list[int]]
-"""Per worker, the indices of its segments in the order in which it compiles them."""
+def lpt(costs: Sequence[float], workers: int) -> list[list[int]]:
+    """Longest processing time first: per worker the indices of its segments in the order in which it compiles them.
 
-
-def lpt(costs: Sequence[float], workers: int) -> Plan:
-    """Longest processing time first: each segment, longest first, onto the worker with the least load.
-
-    The busiest worker's load is at most 4/3 - 1/(3 workers) times the least possible (Graham 1969). Ties go to the
-    segment and to the worker with the lower index, so equal input gives an equal plan.
+    Each segment goes, longest first, onto the worker with the least load. The busiest one's load is at most
+    4/3 - 1/(3 workers) times the least possible (Graham 1969). Ties go to the segment and to the worker with the lower
+    index, so equal input gives an equal plan.
 
     Source: HYPIC sec. 4.4, eq. 9.
     """
-    plan: Plan = [[] for _ in range(workers)]
+    plan: list[list[int]] = [[] for _ in range(workers)]
     loads = [(0.0, worker) for worker in range(workers)]
     for index in sorted(range(len(costs)), key=lambda index: (-costs[index], index)):
         load, worker = loads[0]
