@@ -53,16 +53,13 @@ def build_hybrid(nano: LlamaForCausalLM, seed: int) -> BambaForCausalLM:
     """A Bamba with the nano's weights, but for its Mamba-2 mixers, which are random."""
     torch.manual_seed(seed)
     old = nano.config
+    same = (
+        "vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads",
+        "num_key_value_heads", "rms_norm_eps", "max_position_embeddings", "eos_token_id", "pad_token_id",
+    )  # fmt: skip
     config = BambaConfig(
-        vocab_size=old.vocab_size,
-        hidden_size=old.hidden_size,
-        intermediate_size=old.intermediate_size,
-        num_hidden_layers=old.num_hidden_layers,
-        num_attention_heads=old.num_attention_heads,
-        num_key_value_heads=old.num_key_value_heads,
-        rms_norm_eps=old.rms_norm_eps,
+        **{name: getattr(old, name) for name in same},
         rope_parameters={**old.rope_parameters, "partial_rotary_factor": 1.0},
-        max_position_embeddings=old.max_position_embeddings,
         attn_layer_indices=[index for index in range(old.num_hidden_layers) if index not in LINEAR],
         mamba_n_heads=8,
         mamba_d_head=32,
@@ -71,8 +68,6 @@ def build_hybrid(nano: LlamaForCausalLM, seed: int) -> BambaForCausalLM:
         z_loss_coefficient=0.0,
         tie_word_embeddings=True,
         bos_token_id=None,
-        eos_token_id=old.eos_token_id,
-        pad_token_id=old.pad_token_id,
     )
     model = BambaForCausalLM(config)
     model.model.embed_tokens.load_state_dict(nano.model.embed_tokens.state_dict())

@@ -132,13 +132,7 @@ def _look_up(attention: LlamaAttention, parts: _Subspaces) -> None:
     odd, even = (torch.cat([part, part + _HALF]) for part in (slow[::2], slow[1::2]))
     for index, (copied, about) in enumerate(((parts.code, parts.subject), (parts.rest, parts.topic))):
         first = index * len(odd)
-        _match(
-            attention,
-            index,
-            odd,
-            parts.before[first : first + len(odd)],
-            parts.code[first : first + len(odd)],
-        )
+        _match(attention, index, odd, parts.before[first : first + len(odd)], parts.code[first : first + len(odd)])
         _match(attention, index, even, about[: len(even)], about[: len(even)])
         attention.v_proj.weight[index * _HEAD_DIM : index * _HEAD_DIM + len(copied)] = copied
         column = 2 * index * _HEAD_DIM

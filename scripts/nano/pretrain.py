@@ -124,14 +124,9 @@ def row_stream(
     tokenizer: PreTrainedTokenizerFast, recipe: PretrainRecipe, stage: Stage, number: int
 ) -> Iterator[PackedRows]:
     """Endless packed batches of one stage; two of its rows have from a single document on."""
-    world = World(
-        recipe.seed * 100 + number,
-        "train",
-        pronouns=stage.pronouns,
-        stories=stage.stories,
-        longest_story=stage.longest_story,
-    )
-    generator = torch.Generator().manual_seed(recipe.seed * 100 + number)
+    seed = recipe.seed * 100 + number
+    world = World(seed, "train", pronouns=stage.pronouns, stories=stage.stories, longest_story=stage.longest_story)
+    generator = torch.Generator().manual_seed(seed)
     while True:
         scenes = []
         for row in range(recipe.rows):
