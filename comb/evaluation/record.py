@@ -135,7 +135,7 @@ class Journal:
             try:
                 # not splitlines: JSON strings may hold U+2028 and the like
                 first, *self.rows = map(json.loads, content[:end].decode("utf-8").split("\n")[:-1])
-            except json.JSONDecodeError as error:
+            except ValueError as error:  # of JSON, or of UTF-8
                 raise ValueError(
                     f"{path} is damaged, line by line it is not JSON ({error}): choose another --out, or remove it"
                 ) from error

@@ -302,6 +302,10 @@ def test_a_journal_goes_on_behind_the_last_whole_line(tmp_path: Path) -> None:
     assert [row["text"] for row in Journal(path, {"seed": 1}).rows] == ["one\u2028line", "two"]
     with pytest.raises(ValueError, match="made with seed=1, now it is 2"):
         Journal(path, {"seed": 2})
+    for damaged in (b"no JSON\n", b'{"seed": 1}\n"\xff"\n'):
+        path.write_bytes(damaged)
+        with pytest.raises(ValueError, match="is damaged, line by line"):
+            Journal(path, {"seed": 1})
 
 
 def test_a_journal_spares_what_is_there(setting: Setting, examples: list[Example]) -> None:
