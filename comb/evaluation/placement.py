@@ -12,7 +12,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -33,20 +32,6 @@ MEASURED_TOKENS = 2048
 """Tokens of the prompts that `short_prompts` chooses; each goes through the backbone once per layer."""
 MEASURABLE = ("full", "sliding", "both")
 """Kinds of layers (`BackboneInfo.layer_kinds`) with an attention that documents can be hidden from."""
-
-
-@dataclass(frozen=True)
-class Placement:
-    """What was found."""
-
-    losses: dict[int, float]  # by layer, the mean divergence in nats per answer token when documents are hidden there
-    without: float  # the same when there are no documents at all, for scale
-
-    def best(self, count: int) -> list[int]:
-        """The `count` layers that lose most, ascending. Raises ValueError if there are not so many."""
-        if not 0 < count <= len(self.losses):
-            raise ValueError(f"{count} cross blocks, but documents can be read in {len(self.losses)} layers")
-        return sorted(sorted(self.losses, key=lambda layer: -self.losses[layer])[:count])
 
 
 Asked = tuple[Prompt, Sequence[int]]
@@ -70,8 +55,11 @@ def _tokens(item: Asked) -> int:
 
 
 @torch.no_grad()
-def measure_placement(backbone: PreTrainedModel, prompts: Sequence[Asked], *, batch_tokens: int = 4096) -> Placement:
-    """Measures every layer that has an attention.
+def measure_placement(
+    backbone: PreTrainedModel, prompts: Sequence[Asked], *, batch_tokens: int = 4096
+) -> tuple[dict[int, float], float]:
+    """By layer that has an attention, the mean divergence in nats per answer token when documents are hidden there; and
+    the same without any documents, for scale.
 
     Args:
         prompts: with documents, and not those that the placement is scored on afterwards.
@@ -101,7 +89,7 @@ def measure_placement(backbone: PreTrainedModel, prompts: Sequence[Asked], *, ba
                 losses[index] += _divergence(reference, batch.logprobs(backbone))
         bare = _Batch([(Prompt((), (), prompt.bare), answer) for prompt, answer in rows], backbone.device)
         without += _divergence(reference, bare.logprobs(backbone))
-    return Placement({index: loss / count for index, loss in losses.items()}, without / count)
+    return {index: loss / count for index, loss in losses.items()}, without / count
 
 
 class _Batch:
@@ -265,13 +253,15 @@ def describe_placement(backbone: Any, tokenizer: Any, dataset: str, path: Path |
         if example.documents
     ]
     chosen = short_prompts(prompts)
-    placement = measure_placement(backbone, chosen)
-    best = placement.best(min(count, len(placement.losses)))
-    most = max(max(placement.losses.values()), 1e-9)
+    losses, without = measure_placement(backbone, chosen)
+    if min(count, len(losses)) < 1:
+        raise ValueError(f"{count} cross blocks, but documents can be read in {len(losses)} layers")
+    best = sorted(sorted(losses, key=lambda layer: -losses[layer])[:count])
+    most = max(*losses.values(), 1e-9)
     lines = []
-    for layer, loss in placement.losses.items():
+    for layer, loss in losses.items():
         bar = "\u2588" * round(BAR * max(loss, 0.0) / most)
         lines.append((f"{layer}", f"{loss:.3f}", f"{bar}{' *' if layer in best else ''}"))
-    caption = f"all layers together: {placement.without:.3f}\nmodel.cross_attention_layers={best}"
+    caption = f"all layers together: {without:.3f}\nmodel.cross_attention_layers={best}"
     title = f"where documents are read ({len(chosen)} questions of {dataset})"
     return FittedTable(("layer", "nats lost without", ""), lines, title, caption, left=("",))
