@@ -30,6 +30,7 @@ from comb.model.source import load_named
 from tests.helpers.byte_text import byte_tokenizer
 from tests.helpers.facts import facts, strong_llama, write_facts
 
+EXAMPLES = facts()
 METHODS = ("full", "prefix", "naive", "naive@fixed:8", "legolink:64", "comb", "none")
 
 
@@ -38,11 +39,6 @@ def setting() -> Setting:
     """With few-shot text in front."""
     tokenizer = byte_tokenizer()
     return Setting(strong_llama(), tokenizer, PromptBuilder(tokenizer, prefix="Q: a? A: b\n"), "Q: {query} A:")
-
-
-@pytest.fixture(scope="module")
-def examples() -> list[Example]:
-    return facts()
 
 
 def compared(
@@ -64,8 +60,8 @@ def journalled(
 
 
 @pytest.fixture(scope="module")
-def results(setting: Setting, examples: list[Example]) -> dict[str, Row]:
-    return compared(setting, examples, METHODS, 6, answers=4)
+def results(setting: Setting) -> dict[str, Row]:
+    return compared(setting, EXAMPLES, METHODS, 6, answers=4)
 
 
 # --- on a model -----------------------------------------------------------------------------------------------------
@@ -94,22 +90,22 @@ def test_others_diverge_and_all_have_the_same_questions(results: dict[str, Row])
     assert results["comb"]["cache_bytes_per_document_token"] == 2 * 2 * 8 * 4
 
 
-def test_answers_are_those_of_the_engine(setting: Setting, examples: list[Example]) -> None:
+def test_answers_are_those_of_the_engine(setting: Setting) -> None:
     """Whether an answer was decoded or read off the pass over full recompute's."""
     same = {"as full": 0, "its own": 0}
-    for row in journalled(setting, examples, METHODS, 6):
-        example = examples[int(row["question"].partition(":")[0])]
+    for row in journalled(setting, EXAMPLES, METHODS, 6):
+        example = EXAMPLES[int(row["question"].partition(":")[0])]
         answer = setting.engine(row["method"]).ask(*setting.request(row["method"], example), max_new_tokens=6)
         assert row["text"] == answer.text.strip()
         same["as full" if row["top1"] == 1 else "its own"] += 1
     assert min(same.values()) > 3
 
 
-def test_an_edited_question_is_asked_anew(setting: Setting, examples: list[Example]) -> None:
-    old, kept = replace(examples[0], id="0"), replace(examples[1], id="1")
+def test_an_edited_question_is_asked_anew(setting: Setting) -> None:
+    old, kept = replace(EXAMPLES[0], id="0"), replace(EXAMPLES[1], id="1")
     journal = Journal(None, {})
     journalled(setting, [old, kept], ["full"], 2, into=journal)
-    edits = replace(old, query="Which other one?"), replace(old, documents=examples[2].documents)
+    edits = replace(old, query="Which other one?"), replace(old, documents=EXAMPLES[2].documents)
     for number, edited in enumerate(edits, 3):
         assert len(journalled(setting, [edited, kept], ["full"], 2, into=journal)) == number
         assert summarize(journal.rows, [edited, kept], ["full"], {})[0]["n"] == 2
@@ -117,11 +113,11 @@ def test_an_edited_question_is_asked_anew(setting: Setting, examples: list[Examp
     assert len(journalled(setting, [same, kept], ["full"], 2, into=journal)) == 4
 
 
-def test_the_head_counts_for_no_method(setting: Setting, examples: list[Example]) -> None:
+def test_the_head_counts_for_no_method(setting: Setting) -> None:
     """It is computed once and kept for all: a run that begins, or goes on, counts what any other does."""
     computed = []
     for _ in range(2):
-        computed.append([row["computed"] for row in journalled(setting, examples[:2], ["naive", "legolink:2"], 2)])
+        computed.append([row["computed"] for row in journalled(setting, EXAMPLES[:2], ["naive", "legolink:2"], 2)])
         if not computed[1:]:
             setting.engine("naive").prefixes.clear()
     assert computed[0] == computed[1]
@@ -129,18 +125,18 @@ def test_the_head_counts_for_no_method(setting: Setting, examples: list[Example]
     assert [more - less for less, more in zip(naive, lego, strict=True)] == [4, 4]
 
 
-def test_an_answer_ends_at_the_stop(setting: Setting, examples: list[Example]) -> None:
-    long = compared(setting, examples, ["full"], 12)
-    [first, *_] = setting.engine("full").ask(*setting.request("full", examples[0]), max_new_tokens=12).text[3:]
-    [row] = journalled(setting, examples[:1], ["full"], 12, first)
+def test_an_answer_ends_at_the_stop(setting: Setting) -> None:
+    long = compared(setting, EXAMPLES, ["full"], 12)
+    [first, *_] = setting.engine("full").ask(*setting.request("full", EXAMPLES[0]), max_new_tokens=12).text[3:]
+    [row] = journalled(setting, EXAMPLES[:1], ["full"], 12, first)
     assert first not in row["text"]
     assert row["tokens"] <= 4  # the stop is the last token that is compared
     assert long["full"]["kl_n"] > 12
 
 
-def test_a_method_that_cannot_run_is_refused_and_the_others_go_on(setting: Setting, examples: list[Example]) -> None:
+def test_a_method_that_cannot_run_is_refused_and_the_others_go_on(setting: Setting) -> None:
     plain = replace(setting, model=setting.model.backbone)
-    found = compared(plain, examples[:2], ["full", "comb", "legolink:k=none"], 2)
+    found = compared(plain, EXAMPLES[:2], ["full", "comb", "legolink:k=none"], 2)
     assert "plain backbone" in found["comb"]["refused"]
     assert "legolink:k" in found["legolink:k=none"]["refused"]
     scores, gaps = comparison_tables(list(found.values()), "tiny")
@@ -148,9 +144,9 @@ def test_a_method_that_cannot_run_is_refused_and_the_others_go_on(setting: Setti
     assert not gaps.rows
 
 
-def test_questions_without_room_are_dropped_and_counted(setting: Setting, examples: list[Example]) -> None:
-    long, counts = replace(examples[0], documents=(Document("x" * 250),)), Counts(read=6)
-    assert drop_too_long(setting, [*examples, long], ["full", "none"], 8, counts) == examples
+def test_questions_without_room_are_dropped_and_counted(setting: Setting) -> None:
+    long, counts = replace(EXAMPLES[0], documents=(Document("x" * 250),)), Counts(read=6)
+    assert drop_too_long(setting, [*EXAMPLES, long], ["full", "none"], 8, counts) == EXAMPLES
     assert counts.kept == 5
     assert "256 positions" in str(counts)
     assert drop_too_long(setting, [long], ["comb", "none"], 8, Counts(read=1)) == [long]
@@ -160,10 +156,10 @@ def test_questions_without_room_are_dropped_and_counted(setting: Setting, exampl
 
 
 def test_where_full_recompute_has_no_room_others_answer_without_kl(
-    setting: Setting, examples: list[Example], caplog: pytest.LogCaptureFixture
+    setting: Setting, caplog: pytest.LogCaptureFixture
 ) -> None:
-    long = replace(examples[0], documents=(Document("x" * 250),))
-    found = compared(setting, [*examples[:2], long], ["comb", "none"], 6)
+    long = replace(EXAMPLES[0], documents=(Document("x" * 250),))
+    found = compared(setting, [*EXAMPLES[:2], long], ["comb", "none"], 6)
     assert {(row["n"], row["kl_questions"]) for row in found.values()} == {(3, 2)}
     assert found["comb"]["closed"] == pytest.approx(1 - found["comb"]["kl"] / found["none"]["kl"])
     assert "no KL of 1 questions" in caplog.text
@@ -176,22 +172,21 @@ def test_where_full_recompute_has_no_room_others_answer_without_kl(
 
 
 def test_times_are_taken_cold_and_cached_of_questions_without_a_document_in_common(
-    setting: Setting, examples: list[Example], monkeypatch: pytest.MonkeyPatch
+    setting: Setting, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """And no method's store outlives it."""
     states: list[set[str]] = []
-    made: list[weakref.ref[PICEngine]] = []
+    made = weakref.WeakSet[PICEngine]()
     held: list[int] = []
     plain_engine, plain_ask = Setting.engine, PICEngine.ask
 
     def engine(setting: Setting, method: str) -> PICEngine:
-        made.append(weakref.ref(found := plain_engine(setting, method)))
+        made.add(found := plain_engine(setting, method))
         return found
 
     def ask(self: PICEngine, *request: Any, **options: Any) -> Any:
         gc.collect()
-        others = [one for each in made if (one := each()) is not None and one is not self]
-        held.append(sum(tier.bytes for one in others for tier in one.store.stats().tiers.values()))
+        held.extend(tier.bytes for one in made - {self} for tier in one.store.stats().tiers.values())
         answer = plain_ask(self, *request, **options)
         states.append({document.state for document in answer.report.documents})
         return answer
@@ -199,16 +194,16 @@ def test_times_are_taken_cold_and_cached_of_questions_without_a_document_in_comm
     monkeypatch.setattr(Setting, "engine", engine)
     monkeypatch.setattr(PICEngine, "ask", ask)
     journal, specs = Journal(None, {}), ["comb", "legolink:2"]
-    measure_times(setting, examples, specs, journal, 2)
+    measure_times(setting, EXAMPLES, specs, journal, 2)
     assert states == 2 * [{"compiled"}, *2 * [{"compiled"}, {"hit"}]]  # a warm-up, and two questions
     assert set(held) == {0}
     before = list(journal.rows)
     assert all(min(row["cold"], row["cached"]) > 0 for row in before)
-    measure_times(setting, examples, specs, journal, 2)
+    measure_times(setting, EXAMPLES, specs, journal, 2)
     assert journal.rows == before
-    shared = [replace(example, documents=examples[0].documents) for example in examples]
+    shared = [replace(example, documents=EXAMPLES[0].documents) for example in EXAMPLES]
     measure_times(setting, shared, ["full"], journal, 3)
-    assert [row["question"] for row in journal.rows[4:]] == [question_name(0, examples[0])]
+    assert [row["question"] for row in journal.rows[4:]] == [question_name(0, EXAMPLES[0])]
 
 
 def test_divergence_by_hand() -> None:
@@ -308,42 +303,40 @@ def test_a_journal_goes_on_behind_the_last_whole_line(tmp_path: Path) -> None:
             Journal(path, {"seed": 1})
 
 
-def test_a_journal_spares_what_is_there(setting: Setting, examples: list[Example]) -> None:
+def test_a_journal_spares_what_is_there(setting: Setting) -> None:
     journal, specs = Journal(None, {}), ["full", "naive"]
-    before = list(journalled(setting, examples[:3], specs, 3, into=journal, answers=2))
+    before = list(journalled(setting, EXAMPLES[:3], specs, 3, into=journal, answers=2))
     assert len(before) == 6
-    assert journalled(setting, examples[:3], specs, 3, into=journal, answers=2) == before
-    rows = journalled(setting, examples[:3], ["full", "none"], 3, into=journal, answers=3)
+    assert journalled(setting, EXAMPLES[:3], specs, 3, into=journal, answers=2) == before
+    rows = journalled(setting, EXAMPLES[:3], ["full", "none"], 3, into=journal, answers=3)
     new = [(row["method"], row["question"], "text" in row) for row in rows[6:]]
-    first, second, third = (question_name(number, example) for number, example in enumerate(examples[:3]))
+    first, second, third = (question_name(number, example) for number, example in enumerate(EXAMPLES[:3]))
     assert new == [("none", first, True), ("none", second, True), ("full", third, True), ("none", third, True)]
 
 
-def test_what_an_older_version_or_another_adapter_was_asked_is_asked_again(
-    setting: Setting, examples: list[Example]
-) -> None:
+def test_what_an_older_version_or_another_adapter_was_asked_is_asked_again(setting: Setting) -> None:
     """Versions that counted documents' tokens only; and the last rows count, which may be those of another adapter."""
     journal, specs = Journal(None, {}), ["full", "naive"]
-    old = journalled(setting, examples[:2], specs, 3, into=journal)[1].pop("computed")
-    rows = journalled(setting, examples[:2], specs, 3, into=journal)
-    assert [(row["method"], row["question"]) for row in rows[4:]] == [("naive", question_name(0, examples[0]))]
+    old = journalled(setting, EXAMPLES[:2], specs, 3, into=journal)[1].pop("computed")
+    rows = journalled(setting, EXAMPLES[:2], specs, 3, into=journal)
+    assert [(row["method"], row["question"]) for row in rows[4:]] == [("naive", question_name(0, EXAMPLES[0]))]
     assert 0 < rows[4]["computed"] <= old < rows[0]["computed"]
-    assert summarize(rows, examples, specs, {})[1]["n"] == 2
+    assert summarize(rows, EXAMPLES, specs, {})[1]["n"] == 2
     journal, specs = Journal(None, {}), ["full", "naive", "none"]
-    first = list(journalled(setting, examples[:1], specs, 3, into=journal))
+    first = list(journalled(setting, EXAMPLES[:1], specs, 3, into=journal))
     for row in first:
         journal.add({**row, "kl": 9.0, "made_by": "another"})
-    assert journalled(setting, examples[:1], specs, 3, into=journal)[6:] == first
+    assert journalled(setting, EXAMPLES[:1], specs, 3, into=journal)[6:] == first
 
 
-def test_rows_of_other_weights_or_of_another_template_are_asked_again(examples: list[Example]) -> None:
+def test_rows_of_other_weights_or_of_another_template_are_asked_again() -> None:
     tokenizer, model = byte_tokenizer(), strong_llama()
 
     def asked(**arguments: Any) -> int:
         before = len(journal.rows)
         builder = PromptBuilder(tokenizer, prefix="Q: a? A: b\n", chat_template_kwargs=arguments)
         own = Setting(model, tokenizer, builder, "Q: {query} A:")
-        journalled(own, examples[:1], ["full", "naive"], 3, into=journal)
+        journalled(own, EXAMPLES[:1], ["full", "naive"], 3, into=journal)
         return len(journal.rows) - before
 
     journal = Journal(None, {})

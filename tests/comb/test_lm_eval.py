@@ -94,11 +94,15 @@ def plain(tasks: Path) -> dict[str, list[Any]]:
     return harness(tasks)
 
 
-@pytest.mark.parametrize("method", ["full", "prefix", "naive"])
+@pytest.mark.parametrize(("method", "encoder", "least"), [
+    ("full", False, 512), ("prefix", False, 512), ("naive", False, 512), ("full", True, 64), (None, True, 512),
+])  # fmt: skip
 def test_where_nothing_is_linked_scores_are_the_plain_models_to_the_last_digit(
-    method: str, tasks: Path, plain: dict[str, list[Any]]
+    method: str | None, encoder: bool, least: int, nano_adapter: Path, tasks: Path, plain: dict[str, list[Any]]
 ) -> None:
-    model = comb(method, segment_tokens=512)
+    """With an encoder that is switched off or has no documents as well (COMB sec. 6.3)."""
+    model = comb(method, nano_adapter if encoder else "nano", segment_tokens=least)
+    assert model.engine.method.name == (method or "comb")
     assert outcome(model, tasks) == plain
     assert model.linked_tokens == 0 < model.computed_tokens == model.prompt_tokens
 
@@ -135,17 +139,6 @@ def test_a_context_that_leaves_no_position_to_answer_in_is_the_harnesss() -> Non
     assert model.linked_tokens == 0
     model._loglikelihood_tokens([(("", ""), context[:-1], passage[:1])])
     assert model.linked_tokens > 0
-
-
-@pytest.mark.parametrize(("method", "least"), [("full", 64), (None, 512)], ids=["switched off", "without documents"])
-def test_an_encoder_leaves_the_plain_models_scores_as_they_are(
-    method: str | None, least: int, nano_adapter: Path, tasks: Path, plain: dict[str, list[Any]]
-) -> None:
-    """COMB sec. 6.3: choices, answers and whole texts, to the last digit."""
-    model = comb(method, nano_adapter, segment_tokens=least)
-    assert model.engine.method.name == (method or "comb")
-    assert outcome(model, tasks) == plain
-    assert model.linked_tokens == 0 < model.prompt_tokens
 
 
 def test_an_encoder_that_reads_documents_changes_scores(

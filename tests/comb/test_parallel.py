@@ -340,16 +340,12 @@ def test_the_commands(backbone_folder: Path, tmp_path: Path, monkeypatch: pytest
 # ---- who compiles what ----
 
 
-COSTS = st.lists(st.integers(1, 4000), min_size=1, max_size=8)
-WORKERS = st.integers(1, 5)
-
-
 def makespan(costs: list[int], plan: list[list[int]]) -> int:
     """The load of the busiest worker."""
     return max(sum(costs[index] for index in indices) for indices in plan)
 
 
-@given(COSTS, WORKERS)
+@given(st.lists(st.integers(1, 4000), min_size=1, max_size=8), st.integers(1, 5))
 def test_a_plan_holds_every_segment_once_and_is_deterministic(costs: list[int], workers: int) -> None:
     plan = lpt(costs, workers)
     assert len(plan) == workers
