@@ -123,7 +123,7 @@ _PREFIX, _GAPS, _QUERY = 3, (2, 0), 5
 _SHORT = 512
 
 
-@dataclass
+@dataclass(frozen=True)
 class Verdict:
     """What came out for one method: its checks, or the reason why the model can't have it."""
 
@@ -139,11 +139,8 @@ class Verdict:
 
 @torch.no_grad()
 def check_methods(model: Any, specs: Sequence[str] = ()) -> list[Verdict]:
-    """Tries `specs` (all registered methods by default) on `model`, an encoder's or a plain backbone.
-
-    Raises:
-        ValueError: for an unknown method or parameter.
-    """
+    """Tries `specs` (all registered methods by default) on `model`, an encoder's or a plain backbone. Raises ValueError
+    for an unknown method or parameter."""
     try:
         trial = _Trial(model)
     except Exception as error:  # without a reference nothing can be said about the others
@@ -184,33 +181,31 @@ class _Trial:
         name, parameters = methods.parse(spec)
         front = parameters.get("front", getattr(methods.get(name), "default_front", None))
         fronted = {"front": self.passage} if front == "prose" and self.passage else {}
-        verdict = Verdict(spec)
         try:
             method = methods.create(spec, self.model, **fronted)
         except ValueError as error:
             # a wrong parameter is the caller's fault, a model that lacks something is a finding
             if parameters:
                 raise
-            verdict.refused = str(error)
-            return verdict
+            return Verdict(spec, refused=str(error))
         except Exception as error:
-            verdict.checks = [_broken(error)]
-            return verdict
+            return Verdict(spec, [_broken(error)])
         try:
-            if name in ("full", "prefix"):
-                verdict.checks = self._exact(method)
-            elif isinstance(method, Linked):
-                verdict.checks = self._decoder(name, method, fronted)
-            else:
-                verdict.checks = [self._finite(method)]
-                if isinstance(method, Hypic):
-                    verdict.checks += [self._alone_is_full(method), self._pure(method)]
-                    if method.mode == "seam":
-                        whole = methods.create("hypic", self.model, w=max(_DOCUMENTS))
-                        verdict.checks.append(self._all_recomputed(whole))
+            return Verdict(spec, self._checks(name, method, fronted))
         except Exception as error:
-            verdict.checks = [_broken(error)]
-        return verdict
+            return Verdict(spec, [_broken(error)])
+
+    def _checks(self, name: str, method: Method, fronted: dict[str, Any]) -> list[Check]:
+        if name in ("full", "prefix"):
+            return self._exact(method)
+        if isinstance(method, Linked):
+            return self._decoder(name, method, fronted)
+        checks = [self._finite(method)]
+        if isinstance(method, Hypic):
+            checks += [self._alone_is_full(method), self._pure(method)]
+            if method.mode == "seam":
+                checks.append(self._all_recomputed(methods.create("hypic", self.model, w=max(_DOCUMENTS))))
+        return checks
 
     def _exact(self, method: Method) -> list[Check]:
         first, again = self._link(method), self._link(method)

@@ -29,6 +29,7 @@ from comb.files import read_text
 logger = logging.getLogger(__name__)
 
 ANSWER = 24  # tokens of an answer at most
+LEAST = 64  # of a segment, as of the server
 PIECES = 4  # texts of a made prompt
 CHAT = "chat"  # prose in the turns of a conversation: one more kind of prompt, not of segment
 
@@ -48,14 +49,13 @@ class KindVerdict:
 
 
 def check_segments(
-    model: Any, tokenizer: Any, specs: Sequence[str], prompts: Mapping[str, Sequence[Messages]], *, least: int = 64
+    model: Any, tokenizer: Any, specs: Sequence[str], prompts: Mapping[str, Sequence[Messages]]
 ) -> list[KindVerdict]:
     """Each method on each kind of segment in each group of prompts.
 
     Args:
         prompts: by name; of a name that is no kind (`CHAT`, a file of one's own) the segments of every kind are tried,
             as ``name/kind``.
-        least: tokens of a segment, as of the server.
 
     Raises:
         ValueError: where a method can't run on the model, or nothing is found in any prompt.
@@ -66,7 +66,7 @@ def check_segments(
 
     builder, full = PromptBuilder(tokenizer), PICEngine(model, tokenizer, method="full")
     methods = {spec: PICEngine(model, tokenizer, method=spec).method for spec in specs}
-    finders = {kind: SegmentFinder(tokenizer, least=least, kinds=(kind,)) for kind in KINDS}
+    finders = {kind: SegmentFinder(tokenizer, least=LEAST, kinds=(kind,)) for kind in KINDS}
     settings = full.settings({"max_new_tokens": ANSWER})
     found: dict[tuple[str, str], list[tuple[float, float]]] = {}
     room, long = full.method.max_prompt_tokens, 0
@@ -94,7 +94,7 @@ def check_segments(
     if long:
         logger.warning("%d prompts have no room in the model's %d positions", long, room)
     if not found:
-        raise ValueError(f"no segment of {least} tokens or more is found in these prompts")
+        raise ValueError(f"no segment of {LEAST} tokens or more is found in these prompts")
     verdicts = []
     for (spec, kind), rows in found.items():
         kls, shares = zip(*rows, strict=True)
@@ -126,9 +126,9 @@ def read_prompts(path: Path) -> list[Messages]:
     return found
 
 
-def made_prompts(count: int, seed: int = 0) -> dict[str, list[Messages]]:
+def made_prompts(count: int) -> dict[str, list[Messages]]:
     """Prompts of each kind, of texts that come with Python: its help topics, its source, schemas of its functions."""
-    rng = random.Random(seed)
+    rng = random.Random(0)
     texts = {kind: _TEXTS[kind](rng) for kind in KINDS}
     made: dict[str, list[Messages]] = {}
     for kind in KINDS:

@@ -128,28 +128,19 @@ def test_random_models_keep_the_architecture(family: str) -> None:
     assert all(verdict.passed for verdict in check_methods(model, ["naive", "legolink"]))
 
 
-def test_the_command(capsys: pytest.CaptureFixture[str], tmp_path: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_command(tmp_path: Path) -> None:
     tiny("llama", std=0.15).save_pretrained(tmp_path / "llama")
     FAMILIES["gpt2"]().save_pretrained(tmp_path / "gpt2")
-
-    def run(*arguments: str) -> tuple[int, str]:
-        monkeypatch.setattr("sys.argv", ["comb", "doctor", *arguments])
-        with pytest.raises(SystemExit) as stop:
-            cli.main()
-        return int(stop.value.code or 0), capsys.readouterr().out
-
-    code, out = run(str(tmp_path / "llama"), "--methods", "naive,legolink:3,comb")
-    assert code == 0
-    assert "safe     legolink:3" in out
-    assert "refused  comb" in out
-    code, out = run(str(tmp_path / "gpt2"), "--random")
-    assert code == 0
-    assert "refused  cacheblend" in out
-    assert "learned absolute positions" in out
-    code, out = run("nano", "--random", "--methods", "primed,focus:0.5,front=prose")
-    assert code == 0
-    assert "safe     primed" in out  # behind random tokens: the tokenizer's are not all in the small vocabulary
-    assert "safe     focus:0.5,front=prose" in out
+    for arguments, said in (
+        ([str(tmp_path / "llama"), "--methods", "naive,legolink:3,comb"], ["safe     legolink:3", "refused  comb"]),
+        ([str(tmp_path / "gpt2"), "--random"], ["refused  cacheblend", "learned absolute positions"]),
+        # behind random tokens: the tokenizer's are not all in the small vocabulary
+        (["nano", "--random", "--methods", "primed,focus:0.5,front=prose"],
+         ["safe     primed", "safe     focus:0.5,front=prose"]),
+    ):  # fmt: skip
+        done = CliRunner().invoke(cli.app, ["doctor", *arguments])
+        assert done.exit_code == 0, done.output
+        assert [words for words in said if words not in done.output] == []
 
 
 HARD = {
@@ -230,21 +221,21 @@ def test_what_is_recomputed_whole_costs_nothing_and_less_costs_more(
     nano: Any, caplog: pytest.LogCaptureFixture
 ) -> None:
     draw = random.Random(5)
-    texts = ["\n".join(f"[{n}] {passage(draw, 40)}" for n in range(3)) + "\n\nWhere is Ada?" for _ in range(3)]
+    texts = ["\n".join(f"[{n}] {passage(draw, 90)}" for n in range(3)) + "\n\nWhere is Ada?" for _ in range(3)]
     prompts = {"mine": [[{"role": "user", "content": text}] for text in texts]}
     tokenizer = load_tokenizer("nano")
-    rows = {row.method: row for row in check_segments(nano, tokenizer, ["naive", "cacheblend:1.0"], prompts, least=16)}
+    rows = {row.method: row for row in check_segments(nano, tokenizer, ["naive", "cacheblend:1.0"], prompts)}
     assert {row.kind for row in rows.values()} == {"mine/prose"}
     assert rows["cacheblend:1.0"].kl == pytest.approx(0, abs=1e-6)
     assert rows["naive"].high >= rows["naive"].kl > 1e-3
     assert 0.3 < rows["naive"].linked < 1
     caplog.clear()
     longer = {"mine": [*prompts["mine"], [{"role": "user", "content": passage(draw, 3000)}]]}
-    again = {row.method: row for row in check_segments(nano, tokenizer, ["naive"], longer, least=16)}
+    again = {row.method: row for row in check_segments(nano, tokenizer, ["naive"], longer)}
     assert again["naive"] == rows["naive"]
     assert "1 prompts have no room" in caplog.text
-    with pytest.raises(ValueError, match="no segment of 500 tokens"):
-        check_segments(nano, tokenizer, ["naive"], prompts, least=500)
+    with pytest.raises(ValueError, match="no segment of 64 tokens"):
+        check_segments(nano, tokenizer, ["naive"], {"mine": [[{"role": "user", "content": "Where is Ada?"}]]})
 
 
 def test_the_command_says_what_to_tell_the_server(tmp_path: Path) -> None:
