@@ -68,12 +68,9 @@ def _options(
         transformers_logging.disable_progress_bar()
         transformers_logging.set_verbosity_error()
 
-    def no_notice(deepspeed_logging: Any) -> None:
-        # printed wherever accelerate asks whether a model is DeepSpeed's, in the middle of the bar
-        deepspeed_logging.logger.addFilter(lambda record: "Setting accelerator to" not in record.getMessage())
-
     when_imported("transformers.utils.logging", quiet)
-    when_imported("deepspeed.utils.logging", no_notice)
+    # printed wherever accelerate asks whether a model is DeepSpeed's, in the middle of the bar
+    logging.getLogger("DeepSpeed").addFilter(lambda record: "Setting accelerator to" not in record.getMessage())
 
 
 @app.command()
