@@ -5,7 +5,6 @@ from __future__ import annotations
 import fnmatch
 import logging
 import math
-import tempfile
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -159,12 +158,8 @@ def plan_push(folder: str | Path, repo: str, *, api: HfApi | None = None, privat
 
 
 def push(folder: str | Path, repo: str, *, private: bool = False, api: HfApi | None = None) -> str:
-    """Plans and uploads (`HF_TOKEN` or a login is used); the plan's warnings are logged. Returns the commit's address.
-
-    Raises:
-        ValueError: as `plan_push` does, before anything is uploaded.
-        UploadFailedError: if the Hub refuses or can't be reached: then nothing of the push is there.
-    """
+    """Plans and uploads (`HF_TOKEN` or a login is used); the plan's warnings are logged. Returns the commit's address,
+    and raises as `plan_push` and `upload` do."""
     api = api or HfApi()
     plan = plan_push(folder, repo, api=api, private=private)
     for warning in plan.warnings:
@@ -225,15 +220,13 @@ def _matching(names: Iterable[str], patterns: Sequence[str]) -> set[str]:
 
 def _read_remote(api: HfApi, repo: str, private: bool) -> tuple[Card | None, str | None, set[str]]:
     """The card on the Hub, the newest commit and its files, where there are any."""
-    asking = explained(f"the Hub could not be asked about {repo}, nothing was uploaded")
-    with asking, tempfile.TemporaryDirectory() as temporary:
+    with explained(f"the Hub could not be asked about {repo}, nothing was uploaded"):
         try:
             info = api.model_info(repo)
         except RepositoryNotFoundError:
             return None, None, set()
         try:
-            path = api.hf_hub_download(repo, CARD, revision=info.sha, local_dir=temporary)
-            text = read_text(path)
+            text = read_text(api.hf_hub_download(repo, CARD, revision=info.sha))
         except RemoteEntryNotFoundError:
             text = None
     if private and info.private is False:

@@ -15,21 +15,21 @@ from typing import Any
 
 @dataclass
 class Repo:
-    """Files of the newest commit, and (id, message) of all commits, newest first."""
+    """Files of the newest commit, and the ids of all commits, newest first."""
 
     files: dict[str, bytes] = field(default_factory=dict)
-    commits: list[tuple[str, str]] = field(default_factory=list)
+    commits: list[str] = field(default_factory=list)
     private: bool = False
 
     @property
     def head(self) -> str:
-        return self.commits[0][0]
+        return self.commits[0]
 
-    def commit(self, files: Mapping[str, bytes | None], message: str) -> str:
+    def commit(self, files: Mapping[str, bytes | None]) -> str:
         """All files at once, None deletes one; the id of the new commit."""
         self.files = {name: content for name, content in {**self.files, **files}.items() if content is not None}
-        content = repr((sorted(self.files.items()), message, len(self.commits)))
-        self.commits.insert(0, (hashlib.sha1(content.encode()).hexdigest(), message))
+        content = repr((sorted(self.files.items()), len(self.commits)))
+        self.commits.insert(0, hashlib.sha1(content.encode()).hexdigest())
         return self.head
 
 
@@ -40,7 +40,6 @@ class Failure:
     what: str
     how: int
     times: int = 1
-    seen: int = 0
 
 
 class Hub:
@@ -62,7 +61,7 @@ class Hub:
     def add(self, name: str, files: dict[str, bytes] | None = None, *, private: bool = False) -> Repo:
         """A repository with its first commit."""
         repo = self.repositories.setdefault(name, Repo(private=private))
-        repo.commit(files or {}, "initial commit")
+        repo.commit(files or {})
         return repo
 
 
@@ -84,8 +83,8 @@ class _Handler(BaseHTTPRequestHandler):
         request = f"{self.command} {self.path}"
         self.hub.requests.append(request)
         for failure in self.hub.failures:
-            if failure.what in request and failure.seen < failure.times:
-                failure.seen += 1
+            if failure.what in request and failure.times:
+                failure.times -= 1
                 self._body()
                 self._answer({"error": "as the test wants"}, failure.how)
                 return True
@@ -123,10 +122,10 @@ class _Handler(BaseHTTPRequestHandler):
         elif path == "/api/validate-yaml":
             self._answer({"errors": [], "warnings": []})
         elif "/preupload/" in path:
-            files = json.loads(body)["files"]
-            mode = lambda name: "lfs" if name.endswith(".safetensors") else "regular"  # noqa: E731
-            self._answer({"files": [{"path": f["path"], "uploadMode": mode(f["path"]), "shouldIgnore": False}
-                                    for f in files]})  # fmt: skip
+            paths = [file["path"] for file in json.loads(body)["files"]]
+            modes = ["lfs" if path.endswith(".safetensors") else "regular" for path in paths]
+            self._answer({"files": [{"path": path, "uploadMode": mode, "shouldIgnore": False}
+                                    for path, mode in zip(paths, modes, strict=True)]})  # fmt: skip
         elif path.endswith("/info/lfs/objects/batch"):
             objects = json.loads(body)["objects"]
             there = self.hub.objects
@@ -140,13 +139,12 @@ class _Handler(BaseHTTPRequestHandler):
             self._answer({}, 404)
 
     def _commit(self, name: str, body: bytes) -> None:
-        repo, message = self.hub.repositories[name], ""
+        repo = self.hub.repositories[name]
         files: dict[str, bytes | None] = {}
         for line in body.splitlines():
             entry = json.loads(line)
             value = entry["value"]
             if entry["key"] == "header":
-                message = f"{value['summary']}\n\n{value['description']}"
                 if value.get("parentCommit", repo.head) != repo.head:
                     self._answer({"error": "A commit has happened since. Please refresh and try again."}, 412)
                     return
@@ -156,7 +154,7 @@ class _Handler(BaseHTTPRequestHandler):
                 files[value["path"]] = self.hub.objects[value["oid"]]
             elif entry["key"] == "deletedFile":
                 files[value["path"]] = None
-        commit = repo.commit(files, message)
+        commit = repo.commit(files)
         url = f"{self.hub.url}/{name}/commit/{commit}"
         self._answer({"success": True, "commitOid": commit, "commitUrl": url, "hookOutput": ""})
 
