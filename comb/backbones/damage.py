@@ -38,10 +38,8 @@ _VOCABULARIES = ("tokenizer.json", "vocab.*", "*.model", "tekken.json", "tokeniz
 
 @contextmanager
 def explained(place: str | Path, *, tokenizer: bool = False) -> Iterator[None]:
-    """Turns what loading from `place` raises into one line with the file and the remedy; comb's own errors stay.
-
-    Args:
-        tokenizer: its tokenizer is loaded, and not its model.
+    """Turns what loading a model, or its tokenizer, from `place` raises into one line with the file and the remedy;
+    comb's own errors stay.
 
     Raises:
         ImportError: a package that it needs is missing.
@@ -58,7 +56,7 @@ def explained(place: str | Path, *, tokenizer: bool = False) -> Iterator[None]:
             raise
         folder = local_folder(place)
         # what comb's own classes say of a configuration's values is without its file
-        found = None if folder is None or Path(place).is_file() else damage_in(folder, tokenizer=tokenizer)
+        found = None if folder is None else damage_in(folder, tokenizer=tokenizer)
         if found is None and folder is not None and not tokenizer:
             found = _refused(folder)
         if found is not None and not isinstance(error, ImportError):
@@ -76,7 +74,7 @@ def _explanation(error: Exception, place: str, folder: Path | None, tokenizer: b
     why = f"({type(error).__name__}: {said})"
     if Path(place).is_file():
         kind = "it is damaged or cut off, or of a kind that isn't known"
-        return DamagedError(damage_of(Path(place)) or f"{place} can't be read as a model {why}: {kind}; {_AGAIN}")
+        return DamagedError(f"{place} can't be read as a model {why}: {kind}; {_AGAIN}")
     if parts := conversion_errors(error):
         name, (*lines, which) = next(iter(parts.items()))
         if any("quantization_operation.convert(" in line for line in lines):
@@ -147,11 +145,8 @@ def check_settings(place: str | Path, *, tokenizer: bool = False) -> None:
 
 
 def check_files(place: str | Path, *, weights: bool = False) -> None:
-    """Raises DamagedError for a checkpoint here with a file that can't be right; weights are looked at by headers.
-
-    Args:
-        weights: they must be there.
-    """
+    """Raises DamagedError for a checkpoint here with a file that can't be right, of weights by their headers; and for
+    one without weights, if these must be there."""
     if (folder := local_folder(place)) is None:
         return
     found = _no_weights(folder) if weights and Path(place).is_dir() else None

@@ -27,6 +27,8 @@ from torch import nn
 from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.models.llama.modeling_llama import eager_attention_forward
 
+from comb.backbones.tracebacks import frames
+
 _HOOKS_ARE_OUTSIDE = "__call__" not in vars(GradientCheckpointingLayer)
 # names in a module are shared by all threads: one replacement at a time, and it acts in its own thread only
 _replacing = threading.Lock()
@@ -98,12 +100,10 @@ def _file_of(module: nn.Module) -> dict[str, Any]:
 def conversion_errors(error: BaseException) -> dict[str, list[str]]:
     """By a model's weight, why a checkpoint's couldn't be put together to it, in lines, of which the last names it and
     the one before is what was raised: transformers raises without a name."""
-    frame = error.__traceback__
-    while frame is not None:
+    for frame in frames(error):
         report = frame.tb_frame.f_locals.get("loading_info")
         if found := getattr(report, "conversion_errors", None):
             return {name: str(text).strip().splitlines() for name, text in found.items()}
-        frame = frame.tb_next
     return {}
 
 
