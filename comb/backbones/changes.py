@@ -13,7 +13,7 @@ import math
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence, Set
 from contextlib import suppress
-from itertools import chain, islice
+from itertools import islice
 from typing import Any
 
 import torch
@@ -41,7 +41,7 @@ class Settings:
 
     def __init__(self, modules: list[nn.Module]) -> None:
         self._ids = list(map(id, modules))
-        self._kept, self._values = [dict(vars(module)) for module in modules], _values(modules)
+        self._kept = [dict(vars(module)) for module in modules]
         self._hooks = hook_dicts_of(modules)
         self._hooked = _hooked(self._hooks)
         kinds: list[Any] = list(dict.fromkeys(map(type, modules)))
@@ -67,11 +67,7 @@ class Settings:
 
     def learn(self, modules: list[nn.Module]) -> bool:
         """Behind a pass, with nobody else's in between: values (no functions) that are others than in front of it are
-        the pass's own.
-
-        Returns:
-            Whether there are fewer `buffers` to look at.
-        """
+        the pass's own. Returns whether there are fewer `buffers` to look at."""
         before, changed = len(self._buffers), self._changed(modules)
         names = Names(modules if changed else ())
         for module, name, value in changed:
@@ -86,9 +82,8 @@ class Settings:
             (modules[place], name, buffer) for place, name, buffer, count in self._buffers
             if modules[place]._buffers.get(name) is not buffer or writes(buffer) != count
         ]  # fmt: skip
-        values = _values(modules)
         with suppress(Exception):  # tensors, arrays, whatever can't be compared
-            if values == self._values:  # identical objects aren't asked
+            if list(map(vars, modules)) == self._kept:  # identical objects aren't asked
                 return found
         names = Names(modules)
         for module, kept in zip(modules, self._kept, strict=True):
@@ -100,7 +95,7 @@ class Settings:
                 if names.of(before) != names.of(behind):
                     found.append((module, name, before))
         if not found:  # values that say the same: next time nothing is to be looked into
-            self._kept, self._values = [dict(vars(module)) for module in modules], values
+            self._kept = [dict(vars(module)) for module in modules]
         return found
 
 
@@ -133,10 +128,6 @@ def _hooked(hooks: list[Mapping[int, Callable[..., Any]]]) -> list[tuple[int, An
     """Hooks that may give something else to compute with, each with the place of its module."""
     every = ((place, hook) for place, each in enumerate(hooks) for hook in each.values())
     return [each for each in every if not str(getattr(each[1], "__module__", "")).startswith(_WATCHING)]
-
-
-def _values(modules: list[nn.Module]) -> list[Any]:
-    return list(chain.from_iterable(map(dict.values, map(vars, modules))))
 
 
 def _configs(modules: list[nn.Module]) -> list[tuple[Any, dict[str, Any]]]:
