@@ -155,28 +155,20 @@ SLOW_S = 0.005  # more than this for a new length, and a step of decoding is mos
 _chosen: set[int] = set()
 
 
-def choose_attention(
-    device: torch.device, *, new_and_again: Callable[[torch.device], tuple[float, float]] | None = None,
-    backend: Any = torch.backends.cuda,
-) -> None:  # fmt: skip
-    """Switches cuDNN's attention off for this process if it is what makes new lengths slow, and says so; once a GPU.
-
-    Args:
-        new_and_again: seconds of attention to a number of keys that is new, and to one that isn't.
-    """
+def choose_attention(device: torch.device) -> None:
+    """Switches cuDNN's attention off for this process if it is what makes new lengths slow, and says so; once a GPU."""
     if device.type != "cuda" or (device.index or 0) in _chosen:
         return
     _chosen.add(device.index or 0)
-    if not backend.cudnn_sdp_enabled():
+    if not torch.backends.cuda.cudnn_sdp_enabled():
         return
-    measure = new_and_again or seconds_of_lengths
-    new, again = measure(device)
+    new, again = seconds_of_lengths(device)
     if new - again <= SLOW_S:
         return
-    backend.enable_cudnn_sdp(False)
-    without, repeated = measure(device)
+    torch.backends.cuda.enable_cudnn_sdp(False)
+    without, repeated = seconds_of_lengths(device)
     if without - repeated > SLOW_S:  # something else is slow
-        backend.enable_cudnn_sdp(True)
+        torch.backends.cuda.enable_cudnn_sdp(True)
         return
     logger.warning(
         "cuDNN's attention takes %.0f ms for each new number of keys here, without it %.1f ms: switched off for this "
@@ -186,7 +178,7 @@ def choose_attention(
 
 
 def seconds_of_lengths(device: torch.device, first: int = 1000) -> tuple[float, float]:
-    """The least of some new lengths, `first` and on, and of the same again; what all lengths share is made before."""
+    """Seconds of attention to a new number of keys, and to the same again: the least of some, from `first` on."""
     lengths = range(first, first + 4)
     query, keys = (torch.zeros(1, 8, count, 128, dtype=torch.bfloat16, device=device) for count in (1, max(lengths)))
 
@@ -197,5 +189,5 @@ def seconds_of_lengths(device: torch.device, first: int = 1000) -> tuple[float, 
         torch.cuda.synchronize(device)
         return time.perf_counter() - start
 
-    seconds(first - 1)
+    seconds(first - 1)  # what all lengths share
     return min(map(seconds, lengths)), min(map(seconds, lengths))

@@ -105,20 +105,9 @@ def test_a_model_without_a_stack_of_layers_is_refused_with_the_lists_it_has() ->
 
 
 def test_a_hidden_state_of_another_shape_is_refused() -> None:
-    class Streams(nn.Module):
-        """Gives the layers several parallel streams, as some models do."""
-
-        def __init__(self, layer: nn.Module) -> None:
-            super().__init__()
-            self.layer = layer
-
-        def forward(self, hidden: torch.Tensor, **kwargs: object) -> torch.Tensor:
-            return self.layer(hidden[0], **kwargs)
-
     model = tiny("llama")
-    model.model.layers[0] = Streams(model.model.layers[0])
     embed = model.model.embed_tokens.forward
-    model.model.embed_tokens.forward = lambda ids: embed(ids)[None].expand(2, -1, -1, -1)
+    model.model.embed_tokens.forward = lambda ids: embed(ids)[None].expand(2, -1, -1, -1)  # several parallel streams
     with pytest.raises(UnsupportedBackboneError, match=r"hidden state of shape \(2, 2, 3, 32\)"):
         inspect_backbone(model)
 
@@ -186,50 +175,37 @@ def test_a_dtype_that_is_slow_here_is_told_once_with_what_to_do(
     assert caplog.messages == said
 
 
-class Kernels:
-    """cuDNN's switch; new lengths take so many seconds with it, and without."""
-
-    def __init__(self, with_it: float, without: float, *, on: bool = True) -> None:
-        self.seconds, self.on, self.measured = {True: with_it, False: without}, on, 0
-
-    def cudnn_sdp_enabled(self) -> bool:
-        return self.on
-
-    def enable_cudnn_sdp(self, on: bool) -> None:
-        self.on = on
-
-    def measure(self, device: torch.device) -> tuple[float, float]:
-        self.measured += 1
-        return self.seconds[self.on], 0.0001
-
-
-@pytest.fixture(autouse=True)
-def _forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    ("device", "before", "with_it", "without", "behind"),
+    [
+        ("cuda:0", True, 0.03, 0.0002, False),
+        ("cuda:0", True, 0.0004, 0.0002, True),  # not slow
+        ("cuda:0", True, 0.03, 0.03, True),  # something else is
+        ("cuda:0", False, 0.03, 0.0, False),
+        ("cpu", True, 0.03, 0.0, True),
+    ],
+)
+def test_cudnn_goes_where_it_plans_for_each_length_and_that_is_said(
+    device: str, before: bool, with_it: float, without: float, behind: bool,
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture,
+) -> None:  # fmt: skip
+    enabled = torch.backends.cuda.cudnn_sdp_enabled
     monkeypatch.setattr(attention_calls, "_chosen", set())
-
-
-def choose(kernels: Kernels, device: str = "cuda:0") -> bool:
-    attention_calls.choose_attention(torch.device(device), new_and_again=kernels.measure, backend=kernels)
-    return kernels.on
-
-
-def test_cudnn_goes_where_it_plans_for_each_length_and_that_is_said(caplog: pytest.LogCaptureFixture) -> None:
-    slow = Kernels(0.03, 0.0002)
-    with caplog.at_level(logging.WARNING):
-        assert not choose(slow)
-    assert "takes 30 ms for each new number of keys here, without it 0.2 ms" in caplog.text
-    slow.on = True  # a user's own choice holds
-    assert choose(slow)
-    assert slow.measured == 2
-
-
-def test_it_stays_where_it_is_not_what_is_slow(caplog: pytest.LogCaptureFixture) -> None:
-    with caplog.at_level(logging.WARNING):
-        for index, kernels in enumerate((Kernels(0.0004, 0.0002), Kernels(0.03, 0.03))):
-            assert choose(kernels, f"cuda:{index}")
-        assert not choose(Kernels(0.03, 0.0, on=False), "cuda:2")
-        assert choose(Kernels(0.03, 0.0), "cpu")
-    assert not caplog.text
+    monkeypatch.setattr(
+        attention_calls, "seconds_of_lengths", lambda device: (with_it if enabled() else without, 0.0001)
+    )
+    own = enabled()
+    try:
+        torch.backends.cuda.enable_cudnn_sdp(before)
+        attention_calls.choose_attention(torch.device(device))
+        assert enabled() == behind
+        gone = before and not behind
+        assert ("takes 30 ms for each new number of keys here, without it 0.2 ms" in caplog.text) == gone
+        torch.backends.cuda.enable_cudnn_sdp(True)  # a user's own choice holds
+        attention_calls.choose_attention(torch.device(device))
+        assert enabled()
+    finally:
+        torch.backends.cuda.enable_cudnn_sdp(own)
 
 
 def test_methods_choose_before_they_compute(monkeypatch: pytest.MonkeyPatch) -> None:
