@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from comb.backbones.unpublished import public
 from comb.documents.datasets import HUB, hub_id
+from comb.files import read_json
 from comb.hub.redaction import known_secrets, redact_json
 
 if TYPE_CHECKING:
@@ -92,12 +93,8 @@ def _read(path: Path) -> dict[str, Any] | None:
     """A record without secrets and paths, and with its ``command``; None where there is none."""
     if not path.is_file():
         return None
-    try:
-        content = json.loads(redact_json(path.read_bytes(), known_secrets()))
-    except (json.JSONDecodeError, UnicodeDecodeError) as error:
-        raise ValueError(f"{path} is damaged ({error}): remove it, or write it again") from error
-    if not isinstance(content, dict):
-        raise ValueError(f"{path} should be a JSON object, it is a {type(content).__name__}")
+    written = json.dumps(read_json(path, "remove it, or write it again")).encode()
+    content = json.loads(redact_json(written, known_secrets()))
     program, *arguments = map(str, content.pop("argv", None) or ["?"])
     if not program.startswith("python -m "):
         # records of before have sys.argv[0], which of `python -m package.module` is the module's file
