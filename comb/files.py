@@ -20,12 +20,8 @@ ABANDONED_S = 86_400.0  # nobody writes one file for a day
 
 
 def read_text(path: str | Path) -> str:
-    """The text of a UTF-8 file, with or without a mark in front (Windows editors put one there).
-
-    Raises:
-        ValueError: for other text, naming the file.
-        OSError: as `open` does.
-    """
+    """The text of a UTF-8 file, with or without a mark in front (Windows editors put one there). Raises ValueError for
+    other text, naming the file, and OSError as `open` does."""
     try:
         return Path(path).read_text(encoding="utf-8-sig")
     except UnicodeDecodeError as error:
@@ -33,12 +29,7 @@ def read_text(path: str | Path) -> str:
 
 
 def read_json(path: str | Path, remedy: str = "write or download it again") -> dict[str, Any]:
-    """The object in a JSON file.
-
-    Raises:
-        ValueError: if it is none, naming the file and the `remedy`.
-        OSError: as `open` does.
-    """
+    """The object in a JSON file. Raises ValueError if it is none, naming the file and the `remedy`, and OSError."""
     try:
         content = json.loads(read_text(path))
     except json.JSONDecodeError as error:
@@ -74,10 +65,8 @@ def failed_to_write(error: Exception) -> bool:
 
 @contextmanager
 def rewritten(folder: Path, patterns: Sequence[str] = ()) -> Iterator[Path]:
-    """A folder to write files in, which take their places in `folder` when the block has ended without an error.
-
-    Args:
-        patterns: files of `folder` that go then, where the new ones have none of that name.
+    """A folder to write files in, which take their places in `folder` when the block has ended without an error; files
+    there of these `patterns` go then, where the new ones have none of that name.
 
     Raises:
         OSError: if the new files can't be written; `folder` is as it was before.
@@ -117,11 +106,8 @@ def is_abandoned(path: Path) -> bool:
 def private_folder(folder: Path, suffix: str) -> None:
     """Makes a folder of mode 0700, or one of what is there; left over temporary files are deleted.
 
-    Args:
-        suffix: of the files that are kept there.
-
     Raises:
-        ValueError: it can't be made or listed, or is open to others and holds something else.
+        ValueError: it can't be made or listed, or is open to others and holds something else than files of `suffix`.
     """
     try:
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)

@@ -107,8 +107,7 @@ class AdapterConfig(PreTrainedConfig):
     def from_dict(cls, config_dict: dict[str, Any], **kwargs: Any) -> Any:
         """As in transformers; keys that this version doesn't know are named in a warning, and kept.
 
-        Raises:
-            ValueError: if it is the configuration of another kind of model.
+        Raises ValueError for the configuration of another kind of model.
         """
         if (model_type := config_dict.get("model_type", cls.model_type)) != cls.model_type:
             raise ValueError(f"this is a checkpoint of model_type {model_type!r}, {cls.otherwise}")
@@ -268,11 +267,8 @@ def _hint(name: str) -> str:
 
 
 def same_embedding(table: Tensor, expected: dict[str, Any], first: int | None = None) -> bool:
-    """Whether an embedding table [rows, hidden] of any dtype is the one that a fingerprint was taken from.
-
-    Args:
-        first: `table` is its rows from this one on; None: it is the whole table.
-    """
+    """Whether an embedding table [rows, hidden] of any dtype, whole or from its row `first` on, is the one that a
+    fingerprint was taken from."""
     rows, width = expected["embedding_shape"]
     begin = first or 0
     if table.shape[1] != width or (len(table) != rows if first is None else begin + len(table) > rows):

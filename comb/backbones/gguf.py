@@ -46,13 +46,8 @@ def cache_folder() -> Path:
 
 
 def gguf_file(path: Path) -> Path | None:
-    """The GGUF file that a path names: itself, or the only one in a folder that has no other model in it.
-
-    Of a folder with a model in several files, which are told by their names, it is the first.
-
-    Raises:
-        OSError: for a folder with several models, or one of the files of a model.
-    """
+    """The GGUF file that a path names: itself, or the first one of the only model in a folder. Raises OSError for a
+    folder with several models, or one of the files of a model."""
     if path.is_file() and path.suffix == SUFFIX and len(names := _part_names(path)) > 1:
         raise OSError(f"{path} is one of the {len(names)} files of a model{_gone(path, names)}: name their folder, "
                       f"{path.parent}, which is read as a whole")  # fmt: skip

@@ -52,10 +52,7 @@ _ATTRIBUTES = {
 
 def check_read(reader: Any, model: Any, file: Path) -> None:
     """Compares all that a file says of its model with the model, and looks for tensors that it has no place for.
-
-    Raises:
-        ValueError: for what was not read, by its key or name.
-    """
+    Raises ValueError for what was not read, by its key or name."""
     architecture = str(reader.get_field("general.architecture").contents())
     said = {
         name.removeprefix(f"{architecture}."): field.contents()
@@ -183,10 +180,7 @@ def _same(said: Any, read: Any) -> bool:
 
 def keep_special_tokens(reader: Any, tokenizer: Any, file: Path) -> None:
     """Lets the tokenizer put its tokens in front of a text and behind it where the file says so, and only there.
-
-    Raises:
-        ValueError: if it can't.
-    """
+    Raises ValueError if it can't."""
     for end, place in (("bos", 0), ("eos", -1)):
         field = reader.get_field(f"tokenizer.ggml.add_{end}_token")
         token = getattr(tokenizer, f"{end}_token_id")

@@ -37,11 +37,7 @@ CHANGED = "the model's weights have changed while documents were compiled, or wa
 
 
 class Identity:
-    """A model between two changes of its weights, and the facts that hold that long.
-
-    Attributes:
-        number: no other identity has it.
-    """
+    """A model between two changes of its weights, and the facts that hold that long. No other has its `number`."""
 
     _numbers = count()
 
@@ -259,10 +255,7 @@ def _digest(model: Any, settings: bool) -> str:
 
 def bit_sums(tensor: Tensor) -> list[int]:
     """Sums of the raw bits, exact on every device, and position-weighted so that swapped values are noticed too.
-
-    Raises:
-        ValueError: for weights that aren't there.
-    """
+    Raises ValueError for weights that aren't there."""
     if tensor.is_meta:
         raise ValueError(
             "some weights are on the meta device (offloaded by accelerate), so what is cached can't be named after "

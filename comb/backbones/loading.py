@@ -126,9 +126,6 @@ def load_config(name: str | Path, kind: Any = AutoConfig, **options: Any) -> Any
 def load_model(name: str | Path, **options: Any) -> Any:
     """A causal language model or an adapter by its name, with all of its weights.
 
-    Args:
-        options: of `AutoModelForCausalLM.from_pretrained`.
-
     Raises:
         ValueError: weights are missing, have other shapes than the configuration says, or belong to another model.
         OSError, ImportError: as `comb.backbones.damage.explained` says.
@@ -208,10 +205,7 @@ def load_backbone(
     name_or_model: str | Path | PreTrainedModel, *, revision: str | None = None, **kwargs: Any
 ) -> PreTrainedModel:
     """A causal language model, loaded if it isn't yet (in its checkpoint's dtype unless `dtype` is given).
-
-    Raises:
-        OSError: when nothing is found under that name, saying where it was looked for.
-    """
+    Raises OSError when nothing is found under that name, saying where it was looked for."""
     if isinstance(name_or_model, nn.Module):
         if unused := sorted([*kwargs, *(["revision"] if revision is not None else [])]):
             raise ValueError(

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import fnmatch
 import hashlib
 import json
 import logging
@@ -103,17 +102,12 @@ def set_template_defaults(tokenizer: Any, arguments: Mapping[str, Any]) -> None:
 
 def _has_tokenizer(place: str) -> bool:
     folder = local_folder(place)
-    return folder is not None and any(
-        fnmatch.fnmatch(path.name, pattern) for path in folder.iterdir() for pattern in TOKENIZER_FILES
-    )
+    return folder is not None and any(path for pattern in TOKENIZER_FILES for path in folder.glob(pattern))
 
 
 def check_tokenizer(model: Any, tokenizer: Any) -> None:
-    """Compares a tokenizer with a model's embedding table, and with ``config.tokenizer_fingerprint`` if there is one.
-
-    Raises:
-        ValueError: when the tokenizer has ids without an embedding, or isn't the one the model was trained with.
-    """
+    """Raises ValueError for a tokenizer with ids that have no embedding, or another than the model was trained with
+    (``config.tokenizer_fingerprint``)."""
     if not hasattr(tokenizer, "get_vocab"):
         raise ValueError(f"expected the model's tokenizer, for example AutoTokenizer's, not {type(tokenizer).__name__}")
     rows = int(backbone_of(model).get_input_embeddings().weight.shape[0])

@@ -17,16 +17,13 @@ logger = logging.getLogger(__name__)
 
 
 def check_whole(model: nn.Module, report: Mapping[str, Any], place: str | Path) -> None:
-    """Whether all weights of a model were in its checkpoint, and none that belong to another one.
+    """Raises ValueError, naming them, for weights that a model's checkpoint lacks or that belong to another model.
 
     Weights of parts that the model doesn't have at all (the vision tower of a model that is used for text) are left
     out with a warning.
 
     Args:
         report: as ``from_pretrained(..., output_loading_info=True)`` returns it.
-
-    Raises:
-        ValueError: naming them.
     """
     # peft reports what it adds to a model
     settings = "adapter_config.json" if (Path(place) / "adapter_config.json").is_file() else "config.json"
@@ -50,13 +47,11 @@ def check_whole(model: nn.Module, report: Mapping[str, Any], place: str | Path) 
 
 
 def check_finite(model: nn.Module, place: str | Path, further: Iterable[str] = ()) -> None:
-    """Whether a model's weights are numbers: one pass over them, at the speed of memory.
+    """Raises ValueError, naming them, for weights with NaN or infinity, from which no answer can be had: one pass over
+    all, at the speed of memory.
 
     Args:
-        further: names of weights that aren't, and that can't be looked at any more.
-
-    Raises:
-        ValueError: naming those that hold NaN or infinity, from which no answer can be had.
+        further: names of weights that aren't numbers, and that can't be looked at any more.
     """
     broken = list(further)
     for name, weight in model.named_parameters():
