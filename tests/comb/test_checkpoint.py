@@ -299,10 +299,9 @@ def test_forms_that_are_gone_are_refused_by_name(saved: Path) -> None:
 
 
 REFERENCE = Path(__file__).parents[2].parent / "shared" / "data" / "reference" / "combllama_tiny"
-needs_reference = pytest.mark.skipif(not REFERENCE.exists(), reason="the release's reference checkpoint is not here")
 
 
-@needs_reference
+@pytest.mark.skipif(not REFERENCE.exists(), reason="the release's reference checkpoint is not here")
 @torch.no_grad()
 def test_agrees_with_the_release(tmp_path: Path) -> None:
     convert_release(REFERENCE, tmp_path / "out")
