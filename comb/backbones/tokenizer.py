@@ -18,6 +18,7 @@ from comb.backbones.identity import backbone_of
 from comb.backbones.loading import HUB_ARGUMENTS, backbone_beside, resolve_name
 from comb.backbones.rotary import compile_limit
 from comb.documents.rendering import TEMPLATE_RESERVED
+from comb.files import read_text
 
 logger = logging.getLogger(__name__)
 
@@ -154,8 +155,8 @@ def front_ids(front: str, tokenizer: Any, most: int | None = None) -> list[int]:
     text = PASSAGE
     if front != "prose":
         try:
-            text = Path(front).read_text(encoding="utf-8")
-        except (OSError, UnicodeDecodeError) as error:
+            text = read_text(front)
+        except (OSError, ValueError) as error:
             raise ValueError(f"no text to compile documents behind: {error}") from error
         if not text.strip():
             raise ValueError(f"{front} is empty: documents are compiled behind its text")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from contextlib import nullcontext
+from pathlib import Path
 
 import pytest
 import torch
@@ -20,8 +21,9 @@ from comb.backbones.adapter import (
     fingerprint_with_weights,
 )
 from comb.backbones.discovery import UnsupportedBackboneError, inspect_backbone
+from comb.backbones.tokenizer import front_ids
 from comb.model.cross_attention import LayerHooks
-from tests.helpers.byte_text import byte_llama
+from tests.helpers.byte_text import byte_llama, byte_tokenizer
 from tests.helpers.families import tiny
 from tests.helpers.hybrids import HYBRIDS, tiny_hybrid
 
@@ -140,6 +142,11 @@ def test_fingerprint_matches_across_dtypes(dtype: torch.dtype) -> None:
         check_fingerprint(model, expected, "llama")
     model.is_quantized = True  # whose values are others
     check_fingerprint(model, expected, "llama")
+
+
+def test_a_front_s_file_may_begin_as_windows_editors_begin_one(tmp_path: Path) -> None:
+    (tmp_path / "front.txt").write_text("Salt.", encoding="utf-8-sig")
+    assert front_ids(str(tmp_path / "front.txt"), byte_tokenizer()) == byte_tokenizer()("Salt.")["input_ids"]
 
 
 # ---- what is said of a CPU's dtypes, and of cuDNN, by times that a stand-in for the GPU says ----
