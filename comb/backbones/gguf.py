@@ -9,7 +9,6 @@ from __future__ import annotations
 import hashlib
 import logging
 import os
-import re
 import shutil
 import subprocess
 import sys
@@ -37,7 +36,6 @@ logger = logging.getLogger(__name__)
 
 SUFFIX = ".gguf"
 _CHECKED = "2"  # in names of converted folders: what was converted before everything was checked isn't trusted
-_PART = re.compile(r"(?P<model>.+)-(?P<number>\d{5})-of-(?P<count>\d{5})")
 
 
 def cache_folder() -> Path:
@@ -46,43 +44,27 @@ def cache_folder() -> Path:
 
 
 def gguf_file(path: Path) -> Path | None:
-    """The GGUF file that a path names: itself, or the first one of the only model in a folder. Raises OSError for a
-    folder with several models, or one of the files of a model."""
-    if path.is_file() and path.suffix == SUFFIX and len(names := _part_names(path)) > 1:
-        raise OSError(f"{path} is one of the {len(names)} files of a model{_gone(path, names)}: name their folder, "
-                      f"{path.parent}, which is read as a whole")  # fmt: skip
+    """The GGUF file that a path names: itself, or the only one in a folder. Raises OSError if that holds several."""
     if path.is_file():
         return path if path.suffix == SUFFIX else None
     if not path.is_dir() or (path / "config.json").exists():
         return None
     found = sorted(file for file in path.glob(f"*{SUFFIX}") if file.is_file())
-    models: dict[str, Path] = {}
-    for file in found:
-        part = _PART.fullmatch(file.stem)
-        models.setdefault(file.stem if part is None else f"{part['model']} of {part['count']}", file)
-    if len(models) > 1:
-        shown = ", ".join(file.name for file in models.values())
-        parts = " (one in several files: in a folder of its own)" if len(found) > len(models) else ""
-        raise OSError(f"{path} holds {len(models)} models in GGUF files: name one of {shown}{parts}")
+    if len(found) > 1:
+        raise OSError(f"{path} holds {len(found)} GGUF files: name one of {', '.join(file.name for file in found)}")
     return found[0] if found else None
 
 
 def convert(file: Path) -> Path:
     """The folder with the file's model and tokenizer, made at the first call. bfloat16: F16 and F32 are rounded.
 
-    Args:
-        file: the model's only one, or the first of several that lie side by side.
-
     Raises:
-        OSError: if the file can't be read as a model, other files of it are missing, or the package gguf is.
+        OSError: if the file can't be read as a model, is one of several of a model, or the package gguf is missing.
         ValueError: if the file says something of the model that transformers doesn't read.
     """
     file = file.resolve()
-    identity = hashlib.sha256(_CHECKED.encode())
-    for part in map(file.with_name, _part_names(file)):
-        if part.exists():
-            state = part.stat()
-            identity.update(f"{part}:{state.st_size}:{state.st_mtime_ns}".encode())
+    state = file.stat()
+    identity = hashlib.sha256(f"{_CHECKED}{file}:{state.st_size}:{state.st_mtime_ns}".encode())
     return converted(file, f"{file.stem}-{identity.hexdigest()[:12]}")
 
 
@@ -102,15 +84,14 @@ def converted(file: Path, name: str) -> Path:
     for old in filter(is_abandoned, target.parent.iterdir()):  # of a killed process
         shutil.rmtree(old, ignore_errors=True)
     with tempfile.TemporaryDirectory(prefix=TEMPORARY_PREFIX, dir=target.parent) as made:
-        whole = _whole(file, Path(made))
-        place: dict[str, Any] = {"pretrained_model_name_or_path": whole.parent, "gguf_file": whole.name}
+        reader = _reader(file)
+        place: dict[str, Any] = {"pretrained_model_name_or_path": file.parent, "gguf_file": file.name}
         with explained(file):
             model, report = AutoModelForCausalLM.from_pretrained(
                 **place, **options, dtype=torch.bfloat16, output_loading_info=True, ignore_mismatched_sizes=True
             )
             tokenizer = AutoTokenizer.from_pretrained(**place)
         check_whole(model, report, file)
-        reader = _reader(whole)
         check_read(reader, model, file)
         keep_special_tokens(reader, tokenizer, file)
         # the loaded model remembers its file and refuses to be saved: the same weights in a model that never had one
@@ -137,21 +118,6 @@ def converted(file: Path, name: str) -> Path:
     return target
 
 
-def _part_names(file: Path) -> list[str]:
-    """The names of all files of `file`'s model, by its own."""
-    part = _PART.fullmatch(file.stem)
-    if part is None:
-        return [file.name]
-    count = int(part["count"])
-    return [f"{part['model']}-{number:05}-of-{count:05}{SUFFIX}" for number in range(1, count + 1)]
-
-
-def _gone(file: Path, names: list[str]) -> str:
-    gone = [name for name in names if not file.with_name(name).is_file()]
-    shown = f"{', '.join(gone[:3])}{', ...' * (len(gone) > 3)} {'are' if len(gone) > 1 else 'is'}"
-    return f", and {shown} missing beside it (download all of them)" if gone else ""
-
-
 def _reader(file: Path) -> Any:
     try:
         from gguf import GGUFReader
@@ -160,63 +126,20 @@ def _reader(file: Path) -> Any:
     if (found := damage_of(file)) is not None:
         raise DamagedError(found)
     try:
-        return GGUFReader(file)
+        reader = GGUFReader(file)
     except Exception as error:  # numpy's, mostly, about arrays of another size
         said = f" ({error})" if "version" in str(error) else ""
         raise DamagedError(
             f"{file} can't be read as a model{said}: it is damaged or cut off, or newer than the package gguf: "
             "download or copy it again, or pip install -U gguf"
         ) from error
-
-
-def _value(reader: Any, key: str) -> Any:
-    field = reader.get_field(key)
-    return None if field is None else field.contents()
-
-
-def _whole(file: Path, folder: Path) -> Path:
-    """`file`, or a file in `folder` that its parts were joined in. Raises OSError, naming what is missing."""
-    reader = _reader(file)  # says so if the package is missing
-    from gguf import GGUFValueType, GGUFWriter
-
-    count = int(_value(reader, "split.count") or 1)
-    if count <= 1:
-        return file
-    names = _part_names(file)
-    if len(names) != count:
-        raise OSError(f"{file} is one of the {count} files of a model, which are told by names that end in -00001-of-"
-                      f"{count:05}{SUFFIX}: give them these names")  # fmt: skip
-    if gone := _gone(file, names):
-        raise OSError(f"{file} is one of the {count} files of a model{gone}")
-    readers = [_reader(file.parent / name) for name in names]
-    for number, (name, each) in enumerate(zip(names, readers, strict=True)):
-        said = [_value(each, f"split.{key}") for key in ("no", "count", "tensors.count")]
-        if said != [number, count, _value(reader, "split.tensors.count")]:
-            raise OSError(f"{file.parent / name} says that it is part {said[0]} of {said[1]}, from 0 on, with "
-                          f"{said[2]} weights in all, and its name or the other parts say otherwise: download all "
-                          "of them from one place")  # fmt: skip
-    tensors = [tensor for each in readers for tensor in each.tensors]
-    expected = _value(reader, "split.tensors.count")
-    if len(tensors) != expected or len({tensor.name for tensor in tensors}) != len(tensors):
-        raise OSError(f"the {count} files {names[0]}, ... in {file.parent} have {len(tensors)} weights, expected "
-                      f"{expected} different ones: download all of them again")  # fmt: skip
-    # one file of all tensors, with what the first part says of the model
-    target = folder / f"joined{SUFFIX}"
-    writer = GGUFWriter(target, _value(readers[0], "general.architecture"))
-    for field in readers[0].fields.values():
-        if not field.name.startswith(("GGUF.", "split.", "general.architecture")):
-            kind = field.types[0]
-            inner = field.types[-1] if kind is GGUFValueType.ARRAY else None
-            writer.add_key_value(field.name, field.contents(), kind, sub_type=inner)
-    for tensor in tensors:
-        writer.add_tensor_info(tensor.name, tensor.data.shape, tensor.data.dtype, tensor.n_bytes, tensor.tensor_type)
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_ti_data_to_file()
-    for tensor in tensors:
-        writer.write_tensor_data(tensor.data)
-    writer.close()
-    return target
+    split = reader.get_field("split.count")
+    if split is not None and (count := split.contents()) > 1:
+        raise OSError(
+            f"{file} is one of the {count} files of a model: join them first (llama.cpp's `llama-gguf-split --merge "
+            "FIRST JOINED.gguf`), and name that"
+        )
+    return reader
 
 
 # --- models in packages ---------------------------------------------------------------------------------------

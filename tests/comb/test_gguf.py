@@ -23,7 +23,7 @@ def test_which_file_a_path_names(tmp_path: Path) -> None:
     (tmp_path / "a.gguf").write_bytes(b"GGUF")
     assert gguf_file(tmp_path) == gguf_file(tmp_path / "a.gguf") == tmp_path / "a.gguf"
     (tmp_path / "b.gguf").write_bytes(b"GGUF")
-    with pytest.raises(OSError, match=r"2 models in GGUF files: name one of a\.gguf, b\.gguf"):
+    with pytest.raises(OSError, match=r"2 GGUF files: name one of a\.gguf, b\.gguf"):
         gguf_file(tmp_path)
     (tmp_path / "config.json").write_text("{}")
     assert gguf_file(tmp_path) is None  # an ordinary model with such files beside it

@@ -1,4 +1,4 @@
-"""Tiny Llamas as GGUF files, in one or in several."""
+"""Tiny Llamas as GGUF files."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ import torch
 
 
 def write_gguf(
-    path: Path, model: Any, tokenizer: Any, *, parts: int = 1, keys: Mapping[str, Any] | None = None,
+    path: Path, model: Any, tokenizer: Any, *, keys: Mapping[str, Any] | None = None,
     tensors: Mapping[str, Any] | None = None,
-) -> list[Path]:  # fmt: skip
-    """The file, or ``path-0000N-of-0000M.gguf`` beside it. `keys` are more of its metadata, `tensors` more weights."""
+) -> Path:  # fmt: skip
+    """The file. `keys` are more of its metadata, `tensors` more weights, or None for one that is left out."""
     config = model.config
     names = gguf.get_tensor_name_map(gguf.MODEL_ARCH.LLAMA, config.num_hidden_layers)
     heads = {"q_proj": config.num_attention_heads, "k_proj": config.num_key_value_heads}
@@ -25,27 +25,18 @@ def write_gguf(
         if part in heads:  # rotary channels are neighbours there, and halves of a head here
             tensor = tensor.unflatten(0, (heads[part], 2, -1)).transpose(1, 2).flatten(0, 2)
         found[str(names.get_name(name, try_suffixes=(".weight",)))] = tensor.float().numpy()
-    every = [*found.items(), *(tensors or {}).items()]
-    files = [path] if parts == 1 else [
-        path.with_name(f"{path.stem}-{number:05}-of-{parts:05}.gguf") for number in range(1, parts + 1)
-    ]  # fmt: skip
-    for number, file in enumerate(files):
-        writer = gguf.GGUFWriter(file, "llama")
-        if number == 0:
-            _describe(writer, config, tokenizer)
-            for key, value in (keys or {}).items():
-                writer.add_key_value(key, value, gguf.GGUFValueType.get_type(value))
-        if parts > 1:
-            writer.add_uint16("split.no", number)
-            writer.add_uint16("split.count", parts)
-            writer.add_int32("split.tensors.count", len(every))
-        for name, values in every[number::parts]:
-            writer.add_tensor(name, np.ascontiguousarray(values))
-        writer.write_header_to_file()
-        writer.write_kv_data_to_file()
-        writer.write_tensors_to_file()
-        writer.close()
-    return files
+    writer = gguf.GGUFWriter(path, "llama")
+    _describe(writer, config, tokenizer)
+    for key, value in (keys or {}).items():
+        writer.add_key_value(key, value, gguf.GGUFValueType.get_type(value))
+    for name, values in (found | dict(tensors or {})).items():
+        if values is not None:
+            writer.add_tensor(name, np.ascontiguousarray(values, dtype=np.float32))
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    return path
 
 
 def _describe(writer: Any, config: Any, tokenizer: Any) -> None:
