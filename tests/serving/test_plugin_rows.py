@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Sequence
+from dataclasses import replace
 from importlib import import_module
 from pathlib import Path
 from types import SimpleNamespace
@@ -13,6 +14,7 @@ import pytest
 import torch
 
 from comb.model.config import CombEncoderConfig
+from comb_serving.config.serve_options import ServeOptions
 from comb_serving.pool.capability import KEY, MARK, Capability, PoolHandle, digest, pack
 from comb_serving.pool.shared_pool import PoolLayout, SharedPool
 from comb_serving.vllm.decoder_pool import rank_layout
@@ -121,16 +123,20 @@ def test_a_step_in_which_cross_blocks_were_left_out_is_an_error(documents: Reque
 
 def test_ranks_divide_the_pool() -> None:
     config = CombEncoderConfig(hidden_size=8, num_attention_heads=4, num_key_value_heads=2, head_dim=8)
-    size = {"cross_layers": 3, "dtype": "bfloat16", "total": 10_000, "block_size": 4}
-    one, two, four = (rank_layout(config, ranks=ranks, **size) for ranks in (1, 2, 4))
+    options = ServeOptions("any", pool_bytes=10_000, pool_block=4)
+
+    def layout(ranks: int = 1, **changed: Any) -> PoolLayout:
+        return rank_layout(config, replace(options, **changed), cross_layers=3, dtype="bfloat16", ranks=ranks)
+
+    one, two, four = map(layout, (1, 2, 4))
     assert one.nbytes <= 10_000 < one.nbytes + one.bytes_per_token * 4
     assert (two.kv_heads, two.num_blocks, 2 * two.nbytes) == (1, one.num_blocks, one.nbytes)
     assert (four.kv_heads, four.num_blocks) == (1, one.num_blocks // 2)
-    small = rank_layout(config, ranks=1, **size, stored="fp8")
+    small = layout(pool_dtype="fp8")
     assert (small.bytes_per_token, one.bytes_per_token) == (2 * 3 * 2 * (8 + 4), 2 * 3 * 2 * 8 * 2)
     assert small.num_blocks > one.num_blocks
     with pytest.raises(ValueError, match="a pool of 100 bytes is less than one block of 4 tokens, 768 bytes"):
-        rank_layout(config, ranks=1, **{**size, "total": 100})
+        layout(pool_bytes=100)
 
 
 @pytest.mark.vllm

@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 import os
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -19,36 +18,26 @@ from comb_serving.pool.shared_pool import PoolLayout, SharedPool
 logger = logging.getLogger(__name__)
 
 
-def own_path(rank: int = 0) -> Path | None:
-    """Where the pool of a tensor-parallel rank is; None for an instance without documents."""
-    return pool_path(instance_dir(), rank) if os.environ.get(INSTANCE_DIR) else None
-
-
 def rank_layout(
-    config: CombEncoderConfig, *, cross_layers: int, dtype: str, ranks: int, total: int, block_size: int,
-    stored: str = "auto",
-) -> PoolLayout:  # fmt: skip
-    """The pool of one of `ranks` ranks, when all pools together may take `total` bytes; the same for all ranks.
-
-    Raises:
-        ValueError: if not even one block fits.
-    """
+    config: CombEncoderConfig, options: ServeOptions, *, cross_layers: int, dtype: str, ranks: int
+) -> PoolLayout:
+    """The pool of one of `ranks` ranks, the same for all. Raises ValueError if not even one block fits."""
     # more ranks than key/value heads: each head is kept by several ranks, which read it
     one = PoolLayout(
         cross_layers,
         max(1, config.num_key_value_heads // ranks),
         config.head_dim,
         num_blocks=1,
-        block_size=block_size,
+        block_size=options.pool_block,
         dtype=dtype,
-        stored=stored,
+        stored=options.pool_dtype,
         sink_tokens=config.sink_tokens,
     )
-    blocks = total // (one.nbytes * ranks)
+    blocks = options.pool_bytes // (one.nbytes * ranks)
     if blocks < 1:
         raise ValueError(
-            f"a pool of {total} bytes is less than one block of {block_size} tokens, {one.nbytes * ranks} bytes: give "
-            "more --comb-pool-bytes"
+            f"a pool of {options.pool_bytes} bytes is less than one block of {one.block_size} tokens, "
+            f"{one.nbytes * ranks} bytes: give more --comb-pool-bytes"
         )
     return replace(one, num_blocks=blocks)
 
@@ -57,24 +46,25 @@ def create_pool(model: Any, vllm_config: Any) -> SharedPool | None:
     """This rank's pool, made in the instance's folder; None if the instance has no folder, or is to have no pool."""
     from vllm.distributed import get_tensor_model_parallel_rank, get_tensor_model_parallel_world_size
 
-    path, ranks = own_path(get_tensor_model_parallel_rank()), get_tensor_model_parallel_world_size()
-    if path is None and get_tensor_model_parallel_rank() == 0:
-        logger.warning(
-            "no %s: vLLM's own HTTP server drops `documents` of requests; `comb serve` has them", INSTANCE_DIR
-        )
-    if path is None or not (options := ServeOptions.from_environment()).has_pool:
+    rank = get_tensor_model_parallel_rank()
+    if not os.environ.get(INSTANCE_DIR):
+        if rank == 0:
+            logger.warning(
+                "no %s: vLLM's own HTTP server drops `documents` of requests; `comb serve` has them", INSTANCE_DIR
+            )
+        return None
+    options = ServeOptions.from_environment()
+    if not options.has_pool:
         return None
     device = torch.device("cpu") if options.pool_memory == "host" else next(model.parameters()).device
     layout = rank_layout(
         model.comb_config,
+        options,
         cross_layers=model.comb.blocks,
         dtype=str(vllm_config.model_config.dtype).removeprefix("torch."),
-        ranks=ranks,
-        total=options.pool_bytes,
-        block_size=options.pool_block,
-        stored=options.pool_dtype,
+        ranks=get_tensor_model_parallel_world_size(),
     )
-    return SharedPool.create(path, layout, device)
+    return SharedPool.create(pool_path(instance_dir(), rank), layout, device)
 
 
 def token_of(request: Any) -> Any:

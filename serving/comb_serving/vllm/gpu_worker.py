@@ -81,53 +81,39 @@ def capture_blocks(model: Any, vllm_config: Any, device: torch.device) -> None:
         block.capture(graph)
 
 
-class RunnerRows:
-    """A hook in front of the model's forward: reads the V1 runner's batch.
-
-    Args:
-        runner: vLLM's `GPUModelRunner`.
-        documents: what the model's cross blocks look at.
-    """
-
-    def __init__(self, runner: Any, documents: RequestDocuments) -> None:
-        self.runner, self.documents = runner, documents
-
-    def __call__(self, *_: Any) -> None:
-        """Sets the step. Runs without attention metadata are vLLM's own (profiling): no documents."""
-        if get_forward_context().attn_metadata is None:
-            self.documents.begin_without()
-            return
-        self.follow()
-        batch = self.runner.input_batch
-        self.documents.begin(batch.req_ids, self.runner.query_start_loc.np, batch.num_computed_tokens_cpu)
-
-    def follow(self) -> bool:
-        """Looks up the documents of the requests that are scheduled; whether there are any."""
-        names = self.runner.input_batch.req_ids
-        for name in names:
-            request = self.runner.requests[name]
-            self.documents.add(name, token_of(request), request.prompt_token_ids)
-        self.documents.keep(names)
-        return self.documents.known
-
-
 class PoolOwner(FixedWeights):
-    """The part of the worker that doesn't depend on the platform; mixed into vLLM's."""
+    """The part of the V1 workers that doesn't depend on the platform; mixed into vLLM's."""
 
     model_runner: Any
-    vllm_config: Any
-    comb_documents: RequestDocuments | None = None
-    comb_rows: RunnerRows
+    comb_documents: RequestDocuments | None = None  # what the model's cross blocks look at
 
     def load_model(self, **options: Any) -> None:
         """Loads the model, then makes this rank's pool, so that memory profiling sees it."""
         super().load_model(**options)
         model = self.model_runner.get_model()
-        self.comb_documents = model.comb
-        model.comb.pool = create_pool(model, self.vllm_config)
-        self.comb_rows = RunnerRows(self.model_runner, model.comb)
-        model.register_forward_pre_hook(self.comb_rows)
-        model.register_forward_hook(lambda *_: model.comb.end())
+        self.comb_documents = documents = model.comb
+        documents.pool = create_pool(model, self.vllm_config)
+
+        def begin(*_: Any) -> None:
+            if get_forward_context().attn_metadata is None:  # vLLM's own run (profiling)
+                documents.begin_without()
+                return
+            self.comb_follow()
+            batch = self.model_runner.input_batch
+            documents.begin(batch.req_ids, self.model_runner.query_start_loc.np, batch.num_computed_tokens_cpu)
+
+        model.register_forward_pre_hook(begin)
+        model.register_forward_hook(lambda *_: documents.end())
+
+    def comb_follow(self) -> bool:
+        """Looks up the documents of the requests that are scheduled; whether there are any."""
+        assert self.comb_documents is not None
+        names = self.model_runner.input_batch.req_ids
+        for name in names:
+            request = self.model_runner.requests[name]
+            self.comb_documents.add(name, token_of(request), request.prompt_token_ids)
+        self.comb_documents.keep(names)
+        return self.comb_documents.known
 
     def shutdown(self) -> None:
         """Removes the pool's files."""
@@ -143,7 +129,7 @@ class CombGPUWorker(PoolOwner, Worker):
         """As `PoolOwner`'s; cross blocks take part in graphs."""
         super().load_model(**options)
         capture_blocks(self.model_runner.get_model(), self.vllm_config, self.device)
-        without_full_v1(self.model_runner.cudagraph_dispatcher, self.comb_rows.follow)
+        without_full_v1(self.model_runner.cudagraph_dispatcher, self.comb_follow)
 
 
 class CombGPUWorkerV2(FixedWeights, Worker):
