@@ -23,7 +23,7 @@ from comb.model.modeling import ENCODE_BATCH_TOKENS
 from comb_serving.config.serve_options import ServeOptions, pool_path
 from comb_serving.encoding import supervisor
 from comb_serving.encoding.process import EncoderWorker, batches, drop_decoder
-from comb_serving.encoding.protocol import EncodeJob, EncoderError, MessageError, decode_message, encode_message
+from comb_serving.encoding.protocol import EncodeJob, EncoderError, decode_message, encode_message
 from comb_serving.encoding.supervisor import ENCODER, EncoderProcess
 from comb_serving.manager.leases import WantedDocument
 from comb_serving.manager.manager import PICManager
@@ -274,7 +274,7 @@ def test_batches_stay_within_the_budget_and_nothing_is_left_behind() -> None:
 def test_lines_that_are_no_message_are_refused() -> None:
     assert decode_message(encode_message({"job": 1, "text": "ä\n"})) == {"job": 1, "text": "ä\n"}
     for line in (b"[1]\n", b"{\n", b"\xff\n", b"\n"):
-        with pytest.raises(MessageError):
+        with pytest.raises(ValueError, match=r"an object, not|Expecting|can't decode"):
             decode_message(line)
     for cut in (b"", b'{"job": 1}'):
         with pytest.raises(ConnectionResetError, match="closed"):

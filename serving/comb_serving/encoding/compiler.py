@@ -120,11 +120,6 @@ class DocumentPrompt:
     lora: Any = None  # vLLM's `LoRARequest` that it is compiled with; None for none
 
     @property
-    def where(self) -> tuple[str, int, list[int]]:
-        """What the workers' `comb_fetch` takes."""
-        return self.salt, self.handle.tokens, list(self.handle.blocks)
-
-    @property
     def parameters(self) -> dict[str, Any]:
         """Of vLLM's `SamplingParams`, greedy."""
         return {"max_tokens": 1, "ignore_eos": True, "detokenize": False, "extra_args": {KEY: self.token}}
@@ -217,7 +212,9 @@ class EngineCompiler(DocumentCompiler):
         start, tier, wrong = time.monotonic(), None, None
         try:
             if self._keeps:
-                tier = tier_of(await self.client.collective_rpc("comb_fetch", args=request.where))
+                where = request.salt, request.handle.tokens, list(request.handle.blocks)
+                of_ranks = await self.client.collective_rpc("comb_fetch", args=where)
+                tier = None if None in of_ranks else min(of_ranks)  # "disk" before "host"
                 ranks = await self.client.collective_rpc("comb_kept")
                 self.kept_bytes = dict(sum(map(Counter, ranks), Counter()))
             if tier is None:
@@ -294,11 +291,6 @@ class LocalCompiler(DocumentCompiler):
                     future.get_loop().call_soon_threadsafe(future.set_result, Encoded("compiled", seconds))
                 else:
                     future.get_loop().call_soon_threadsafe(future.set_exception, wrong)
-
-
-def tier_of(found: Sequence[str | None]) -> str | None:
-    """The tier from which a document has come, if it has come to every rank; the lowest one."""
-    return None if not found or None in found else min(filter(None, found))  # "disk" before "host"
 
 
 def not_compiled(answer: Any) -> EncoderError | None:

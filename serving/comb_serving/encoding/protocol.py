@@ -17,10 +17,6 @@ class EncoderError(RuntimeError):
     """A document could not be encoded."""
 
 
-class MessageError(ConnectionError):
-    """What came is no message; nothing behind it can be trusted."""
-
-
 @dataclass(frozen=True)
 class EncodeJob:
     """One document to encode: where it goes, and the number under which it is answered."""
@@ -94,14 +90,11 @@ def decode_message(line: bytes) -> dict[str, Any]:
 
     Raises:
         ConnectionResetError: the other end was closed before the line ended.
-        MessageError: it is anything else.
+        ValueError, RecursionError: it is anything else; nothing behind it can be trusted.
     """
     if not line.endswith(b"\n"):
         raise ConnectionResetError("the connection was closed")
-    try:
-        message = json.loads(line)
-    except (ValueError, RecursionError) as error:
-        raise MessageError(f"a line that isn't JSON: {error}") from error
+    message = json.loads(line)
     if not isinstance(message, dict):
-        raise MessageError(f"a message is an object, not a {type(message).__name__}")
+        raise ValueError(f"a message is an object, not a {type(message).__name__}")
     return message

@@ -134,7 +134,7 @@ class EncoderProcess:
             started, self._greeted = time.monotonic(), False
             try:
                 await self._run()
-            except (OSError, KeyError, ValueError) as error:
+            except (OSError, KeyError, ValueError, RecursionError) as error:
                 logger.warning("encoder: %s: %s", type(error).__name__, error)
             finally:
                 process, self.process = self.process, None
