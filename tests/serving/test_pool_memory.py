@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+import ast
 import contextlib
-import json
 from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -143,27 +143,26 @@ def gpus(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
     return opened
 
 
-def test_a_handle_survives_json_and_finds_its_gpu(gpus: list[Any], monkeypatch: pytest.MonkeyPatch) -> None:
-    fields = memory.export(Storage())  # type: ignore[arg-type]
-    assert fields["device"] == UUID
-    fields = json.loads(json.dumps(fields))
-    opened = memory.open_exported(fields)
+def test_a_handle_survives_its_file_and_finds_its_gpu(gpus: list[Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    uuid, *values = ast.literal_eval(repr(memory.export(Storage())))  # type: ignore[arg-type]
+    assert uuid == UUID
+    opened = memory.open_exported(uuid, *values)
     assert (opened.dtype, opened.shape) == (torch.uint8, (64,))
-    assert gpus == [Storage()._share_cuda_()]  # bytes are bytes again, in torch's order
+    assert gpus == [Storage()._share_cuda_()]
     # the same GPU under another number
     here = {0: SimpleNamespace(uuid=UUID), 1: SimpleNamespace(uuid="other")}
     monkeypatch.setattr(torch.cuda, "get_device_properties", here.__getitem__)
-    memory.open_exported(fields)
+    memory.open_exported(uuid, *values)
     assert [given[0] for given in gpus] == [1, 0]
     with pytest.raises(CannotShareError, match=r"is on GPU another, .*CUDA_VISIBLE_DEVICES"):
-        memory.open_exported({**fields, "device": "another"})
+        memory.open_exported("another", *values)
 
     def gone(*_: Any) -> None:
         raise RuntimeError("invalid resource handle")
 
     monkeypatch.setattr(torch.UntypedStorage, "_new_shared_cuda", gone, raising=False)
     with pytest.raises(CannotShareError, match="can't be opened: invalid resource handle"):
-        memory.open_exported(fields)
+        memory.open_exported(uuid, *values)
 
 
 def test_memory_that_has_no_handle_is_refused(gpus: list[Any]) -> None:
@@ -181,17 +180,17 @@ def test_a_pool_of_a_gpu_is_a_handle_under_its_path(tmp_path: Path, monkeypatch:
         assert device == torch.device("cuda:0")
         return torch.zeros(nbytes, dtype=dtype)
 
-    def export(tensor: torch.Tensor) -> dict[str, Any]:
+    def export(tensor: torch.Tensor) -> tuple[str]:
         made["it"] = tensor
-        return {"device": "it"}
+        return ("it",)
 
     monkeypatch.setattr(memory, "torch", SimpleNamespace(**{**vars(torch), "empty": empty}))
     monkeypatch.setattr(memory, "export", export)
-    monkeypatch.setattr(memory, "open_exported", lambda fields: made[fields["device"]])
+    monkeypatch.setattr(memory, "open_exported", made.__getitem__)
     monkeypatch.setattr(DeviceMemory, "writing", lambda self, source: contextlib.nullcontext())
     pool = SharedPool.create(tmp_path / "pool", LAYOUT, "cuda:0")
     assert pool.layout.memory == "cuda"
-    assert json.loads((tmp_path / "pool").read_text()) == {"device": "it"}
+    assert (tmp_path / "pool").read_text() == "('it',)"
     assert all(file.stat().st_mode & 0o077 == 0 for file in tmp_path.iterdir())
     there = SharedPool.attach(tmp_path / "pool")
     keys, values = torch.randn(2, 2, 4, 3, 5).unbind()

@@ -1,14 +1,13 @@
 """What a pool is made of: a file in shared memory, or memory of a GPU that other processes open by a handle.
 
-Both are bytes, made by the decoder's worker under a path: there lies the memory itself, or its handle (JSON). Writing
+Both are bytes, made by the decoder's worker under a path: there lies the memory itself, or its handle. Writing
 may go on behind the host's back; `finish` says when others can read it.
 """
 
 from __future__ import annotations
 
-import base64
+import ast
 import contextlib
-import json
 import os
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager
@@ -63,13 +62,13 @@ class DeviceMemory(HostMemory):
                 raise OSError(
                     f"no room for a pool of {nbytes / 2**20:.0f} MiB on {device}: make --comb-pool-bytes smaller"
                 ) from error
-            os.write(descriptor, json.dumps(export(flat)).encode())
+            os.write(descriptor, repr(export(flat)).encode())
         return cls(flat)
 
     @classmethod
     def attach(cls, path: Path, nbytes: int) -> DeviceMemory:
         """Raises CannotShareError where this process can't open it."""
-        return cls(open_exported(json.loads(path.read_text()))[:nbytes])
+        return cls(open_exported(*ast.literal_eval(path.read_text()))[:nbytes])
 
     @contextmanager
     def writing(self, source: torch.device) -> Iterator[None]:
@@ -105,23 +104,19 @@ def _new_file(path: Path) -> Iterator[int]:
         os.close(descriptor)
 
 
-# Memory of one GPU is handed from process to process by a handle that fits into a JSON file, by torch's own IPC calls.
+# Memory of one GPU is handed from process to process by a handle that fits into a file, by torch's own IPC calls.
 # The owner must keep its tensor for as long as others read or write it; they may come, go and be killed as they like.
 # torch counts receivers so that it can keep memory that the owner frees too early. Here one handle serves several
 # receivers, one after the other or at once, which is right because the owner frees its pool last.
-
-# in the order in which torch gives and takes them, behind the device's number
-_FIELDS = (
-    "handle", "nbytes", "offset", "counter_handle", "counter_offset", "event_handle", "event_sync_required",
-)  # fmt: skip
 
 
 class CannotShareError(RuntimeError):
     """This memory can't be handed to another process, or not be opened here."""
 
 
-def export(tensor: Tensor) -> dict[str, Any]:
-    """What another process needs to map the whole storage of `tensor`: JSON values only.
+def export(tensor: Tensor) -> tuple[Any, ...]:
+    """What another process needs to map the whole storage of `tensor`: the GPU's UUID, and the bytes and numbers that
+    torch gives and takes behind the GPU's number, CUDA's handle first.
 
     Raises CannotShareError for memory that CUDA gives no handle of.
     """
@@ -132,37 +127,29 @@ def export(tensor: Tensor) -> dict[str, Any]:
             f"CUDA gives no handle of the pool's memory ({error}): is it in a pool of vLLM's (sleep mode), or are "
             "processes isolated from one another? --comb-pool-memory host keeps documents in host memory"
         ) from error
-    fields = dict(zip(_FIELDS, values, strict=True))
-    if fields["handle"][1:2] == b"e":  # 'c': from cudaMalloc
+    if values[0][1:2] == b"e":  # 'c': from cudaMalloc
         raise CannotShareError(
             "the pool's memory is in an expandable segment, which the encoder process can't open: take "
             "expandable_segments:True out of PYTORCH_ALLOC_CONF, or give --comb-pool-memory host"
         )
-    named = {
-        name: {"base64": base64.b64encode(value).decode()} if isinstance(value, bytes) else value
-        for name, value in fields.items()
-    }
-    return {"device": str(torch.cuda.get_device_properties(device).uuid), **named}
+    return str(torch.cuda.get_device_properties(device).uuid), *values
 
 
-def open_exported(fields: dict[str, Any]) -> Tensor:
+def open_exported(uuid: str, *values: Any) -> Tensor:
     """The exporter's storage as bytes [nbytes] uint8, on the same GPU, whichever number it has here.
 
     Raises CannotShareError if this process can't see that GPU, or the exporter is gone.
     """
     seen = [str(torch.cuda.get_device_properties(index).uuid) for index in range(torch.cuda.device_count())]
-    if fields["device"] not in seen:
+    if uuid not in seen:
         raise CannotShareError(
-            f"the pool is on GPU {fields['device']}, this process sees {seen or 'none'}: let CUDA_VISIBLE_DEVICES name "
-            "it, too"
+            f"the pool is on GPU {uuid}, this process sees {seen or 'none'}: let CUDA_VISIBLE_DEVICES name it, too"
         )
-    device = seen.index(fields["device"])
-    named = (fields[name] for name in _FIELDS)
-    values = [base64.b64decode(each["base64"], validate=True) if isinstance(each, dict) else each for each in named]
+    device = seen.index(uuid)
     torch.cuda.init()
     try:
         with torch.cuda.device(device):
             storage = torch.UntypedStorage._new_shared_cuda(device, *values)
     except RuntimeError as error:
-        raise CannotShareError(f"the pool's memory on GPU {fields['device']} can't be opened: {error}") from error
+        raise CannotShareError(f"the pool's memory on GPU {uuid} can't be opened: {error}") from error
     return torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
