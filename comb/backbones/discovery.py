@@ -75,9 +75,12 @@ def start_token_id(config: Any) -> int | None:
     return None
 
 
-def decoder_layers(model: PreTrainedModel) -> nn.ModuleList:
-    """The stack of decoder layers. Raises UnsupportedBackboneError if there is none."""
-    layers: nn.ModuleList = model.get_submodule(_layers_path(model))
+def decoder_layers(model: Any, count: int | None = None) -> nn.ModuleList:
+    """The stack of `count` decoder layers; without it, of as many as the configuration says.
+
+    Raises UnsupportedBackboneError if there is none.
+    """
+    layers: nn.ModuleList = model.get_submodule(_layers_path(model, count))
     return layers
 
 
@@ -126,8 +129,8 @@ def inspect_backbone(model: PreTrainedModel) -> BackboneInfo:
     )
 
 
-def _layers_path(model: PreTrainedModel) -> str:
-    count = getattr(text_config(model), "num_hidden_layers", None)
+def _layers_path(model: Any, count: int | None = None) -> str:
+    count = count or getattr(text_config(model), "num_hidden_layers", None)
     lists: dict[str, int] = {name: len(part) for name, part in model.named_modules() if isinstance(part, nn.ModuleList)}
     found = [name for name, length in lists.items() if length == count and count]
     if not found:

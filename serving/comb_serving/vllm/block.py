@@ -242,11 +242,7 @@ def _mix(hidden: torch.Tensor, residual: torch.Tensor, name: str) -> None:
     get_forward_context().no_compile_layers[name].mix_(hidden, residual)
 
 
-def _mix_fake(hidden: torch.Tensor, residual: torch.Tensor, name: str) -> None:
-    return None
-
-
 if not hasattr(torch.ops.vllm, OP):
     # vLLM's breakable CUDA graphs would replay a step without its documents otherwise
     mix = eager_break_during_capture(_mix)
-    direct_register_custom_op(OP, mix, mutates_args=["hidden", "residual"], fake_impl=_mix_fake)
+    direct_register_custom_op(OP, mix, mutates_args=["hidden", "residual"], fake_impl=lambda *_: None)

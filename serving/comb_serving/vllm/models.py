@@ -14,7 +14,7 @@ from vllm.model_executor.model_loader.default_loader import DefaultModelLoader
 from vllm.model_executor.models import ModelRegistry
 
 from comb.backbones.adapter import same_embedding
-from comb.backbones.discovery import MLP_NAMES
+from comb.backbones.discovery import MLP_NAMES, decoder_layers
 from comb.backbones.torch_private import is_plain
 from comb.model.lora import merge
 from comb_serving.vllm import PREFIX
@@ -137,16 +137,6 @@ def copied_matrices(name: str, tensor: Tensor, layers: Sequence[int]) -> Iterato
         yield from zip((start + part for part in GATE_UP), tensor.chunk(2), strict=True)
     else:
         yield start + found[2], tensor
-
-
-def decoder_layers(model: nn.Module, count: int) -> nn.ModuleList:
-    """The list of `count` decoder layers. Raises ValueError if there is none."""
-    lists = [(name, module) for name, module in model.named_modules() if isinstance(module, nn.ModuleList)]
-    fitting = [(name, module) for name, module in lists if len(module) == count]
-    if not fitting:
-        found = {name: len(module) for name, module in lists}
-        raise ValueError(f"no list of {count} decoder layers in {type(model).__name__}, only {found}")
-    return min(fitting, key=lambda pair: pair[0].count("."))[1]
 
 
 def put_in_front(layer: nn.Module, block: nn.Module) -> None:
