@@ -64,7 +64,7 @@ def test_what_is_exact_is_vllms_own_and_what_moves_is_rounded_once_more(dtype: s
             load(commands)
             for each in commands:
                 slots = pool._cache_slots(name, each.blocks, each.start, each.end)
-                read = pool._readers[pool._places[name][1]].read(layer, slots)
+                read = pool._caches[name][1].read(layer, slots)
                 parts = read.view(len(read), 2, 2, -1).unbind(1)
                 seen.append(tuple(pool.codes[layer].numbers(parts[place], place) for place in range(2)))
                 own = pool.rows[pool._slots(each.handle, each.offset, each.end - each.start), pool.columns[name]]

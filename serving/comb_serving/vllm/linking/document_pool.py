@@ -92,8 +92,7 @@ class DocumentPool:
                 f"{self.state_rows * self.bytes_per_token * ranks}: make --comb-pool-bytes larger"
             )
         self.looks: QueryLooks | None = None
-        self._places: dict[str, tuple[int, int]] = {}  # of each layer: its cache group, and tokens in a block of it
-        self._readers: dict[int, CacheReader] = {}  # by tokens in a block
+        self._caches: dict[str, tuple[int, CacheReader]] = {}  # of each layer: its cache group, and what reads it
 
     @torch.no_grad()
     def put_front(self, front: LearnedFront, rank: int, ranks: int) -> None:
@@ -145,19 +144,20 @@ class DocumentPool:
     def attach(self, groups: Sequence[Any]) -> None:
         """vLLM's cache is there, in these groups of layers: where it keeps what is found out, or ends the start."""
         numbers = {name: number for number, group in enumerate(groups) for name in group.layer_names}
+        readers: dict[int, CacheReader] = {}  # by tokens in a block
         for name, layer in self.layers.items():
             size = groups[numbers[name]].kv_cache_spec.block_size
-            self._places[name] = numbers[name], size
-            self._readers.setdefault(size, CacheReader(size, self.codes))
-            self._readers[size].read(layer, torch.zeros(1, dtype=torch.long, device=self.device))
+            reader = readers.setdefault(size, CacheReader(size, self.codes))
+            reader.read(layer, torch.zeros(1, dtype=torch.long, device=self.device))
+            self._caches[name] = numbers[name], reader
         if self.states is not None:
             self.states.attach(numbers)
         if self.questions:
 
             def cached_keys(name: str, slots: Tensor) -> Tensor:
                 layer, shape = self.layers[name], token_shape(self.layers[name])
-                read = self._readers[self._places[name][1]].read(layer, slots)
-                return self.codes[layer].numbers(shape.split(read)[shape.rotated], shape.rotated)
+                read = shape.split(self._caches[name][1].read(layer, slots))
+                return self.codes[layer].numbers(read[shape.rotated], shape.rotated)
 
             self.looks = QueryLooks(self.layers, self._cache_slots, cached_keys)
 
@@ -196,7 +196,7 @@ class DocumentPool:
             target = self._slots(save.handle, 0, tokens)
             for name, layer in self.layers.items():
                 source = self._cache_slots(name, save.blocks, start, start + tokens)
-                self.rows[target, self.columns[name]] = self._readers[self._places[name][1]].read(layer, source)
+                self.rows[target, self.columns[name]] = self._caches[name][1].read(layer, source)
             if save.stateless and self.states is not None:
                 self.rows[self._slots(save.handle, tokens, self.state_rows)] = 0
             if self.kept is not None:
@@ -233,19 +233,20 @@ class DocumentPool:
         source, targets = torch.cat(sources), {}
         turn = self.positions.rerotation(torch.cat(compiled), torch.cat(linked))
         for name, layer in self.layers.items():
-            if (place := self._places[name]) not in targets:  # layers of a group have the same
+            group, reader = self._caches[name]
+            if group not in targets:  # its layers have the same
                 slots = [self._cache_slots(name, load.blocks, load.start, load.end) for load in commands]
-                targets[place] = torch.cat(slots)
+                targets[group] = torch.cat(slots)
             shape, codes = token_shape(layer), self.codes[layer]
             rows = self.rows[:, self.columns[name]].index_select(0, source)  # rows at once, not numbers
             parts = shape.split(rows)
             keys = codes.numbers(parts[shape.rotated], shape.rotated)
             turn.apply(keys, self.positions.layers[name])
             if codes.fp8 is None:
-                write(layer, parts[0], parts[1], targets[place])
+                write(layer, parts[0], parts[1], targets[group])
             else:
                 parts[shape.rotated].copy_(codes.codes(keys, shape.rotated))
-                self._readers[place[1]].write_codes(layer, rows, targets[place])
+                reader.write_codes(layer, rows, targets[group])
 
     def _read_states(self, handle: PoolHandle) -> Tensor:
         """A copy of a document's bytes behind its tokens."""
@@ -265,5 +266,6 @@ class DocumentPool:
         return blocks[places // self.block_size] * self.block_size + places % self.block_size
 
     def _cache_slots(self, name: str, blocks: Blocks, start: int, end: int) -> Tensor:
-        (group, size), places = self._places[name], torch.arange(start, end, device=self.device)
+        (group, reader), places = self._caches[name], torch.arange(start, end, device=self.device)
+        size = reader.block_size
         return torch.tensor(blocks[group], device=self.device)[places // size] * size + places % size
