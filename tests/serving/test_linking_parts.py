@@ -132,12 +132,13 @@ def rows_for(documents: int) -> tuple[list[Any], list[int]]:
     planned = plan(len(prompt), spans, LinkMethod.parse(f"legolink:{SEAM}").recomputed(spans))
     connector: Any = LinkingConnector.__new__(LinkingConnector)
     connector.jobs, connector.behind_seams, connector._loads = {}, {}, []
-    connector.started = LinkMethod.parse(f"legolink:{SEAM}")
+    connector.started, connector.layout = LinkMethod.parse(f"legolink:{SEAM}"), SimpleNamespace(front=())
     connector._matched = {"r": (0, planned, False)}
-    link = SimpleNamespace(plan=planned, method=None, looks=False, sources=[None] * documents, length=len(prompt),
-                           snapshot=0)  # fmt: skip
+    link = SimpleNamespace(
+        plan=planned, method=connector.started, looks=False, handles=[None] * documents, length=len(prompt), snapshot=0
+    )
     connector.links = {"r": link}
-    request = SimpleNamespace(request_id="r", prompt_token_ids=prompt, lora_request=None, num_preemptions=0)
+    request = SimpleNamespace(request_id="r", prompt_token_ids=prompt, lora_request=None, num_preemptions=1)
     blocks = SimpleNamespace(get_block_ids=lambda: ([0],))
     connector.update_state_after_alloc(request, blocks, planned.query)
     scheduler: Any = LinkingScheduler.__new__(LinkingScheduler)

@@ -22,16 +22,17 @@ logger = logging.getLogger(__name__)
 TESTED = ("0.32", "0.33")
 
 
-def is_tested(version: str) -> bool:
-    """Whether comb was tested with this vLLM."""
-    return any(version == one or version.startswith(f"{one}.") for one in TESTED)
+def untested(version: str) -> str:
+    """What is to be said of a vLLM that comb was not tested with; empty for one that it was."""
+    if any(version == one or version.startswith(f"{one}.") for one in TESTED):
+        return ""
+    return f"was tested with vLLM {', '.join(f'{one}.x' for one in TESTED)}, this is {version}"
 
 
 def check_version(version: str) -> None:
     """Warns about a vLLM that comb was not tested with."""
-    if not is_tested(version):
-        tested = ", ".join(f"{one}.x" for one in TESTED)
-        logger.warning("comb was tested with vLLM %s, this is %s: check answers before you rely on it", tested, version)
+    if said := untested(version):
+        logger.warning("comb %s: check answers before you rely on it", said)
 
 
 def cut_graphs_at(op: str) -> None:

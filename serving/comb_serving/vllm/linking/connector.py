@@ -128,11 +128,13 @@ class LinkingConnector(KVConnectorBase_V1, SupportsHMA):
         ids = blocks.get_block_ids()
         front = 0 if link.method is None else len(self.layout.front)
         interiors = {}
+        # what a request that compiles a document loads are an adapter's link tokens
+        sources = [self.layout.front_handle] if link.method is None else link.handles
         for load in left.loads:
-            handle, fresh = link.sources[load.document], bool(link.snapshot) and not load.document
+            handle, fresh = sources[load.document], bool(link.snapshot) and not load.document
             self._loads.append(LoadCommand(handle, load.offset, load.start, load.end, ids, 0 if fresh else front))
             if self.started.states:
-                fresh |= link.method is None  # it is an adapter's link tokens
+                fresh |= link.method is None
                 interiors[load.end] = ComposeCommand(handle, load.end - load.start, ids, fresh)
         if looks or left.seams:
             tokens, ranges = array("i", request.prompt_token_ids), deque(left.seams)

@@ -62,11 +62,6 @@ class RequestLink:
             return False
         return self.method.recomputed(self.spans) is None
 
-    @property
-    def sources(self) -> list[PoolHandle]:
-        """Where in the pool the documents of its plan's loads are."""
-        return [self.layout.front_handle] if self.method is None else self.handles
-
     @cached_property
     def plan(self) -> LinkPlan:
         """Of the whole prompt; while it `looks`, nothing is chosen."""
@@ -175,7 +170,6 @@ class LookCommand:
     length: int  # of its prompt
     spans: tuple[Range, ...]  # of its documents in there
     method: str  # that chooses by it
-    last: bool  # whether these are the question's last tokens
 
 
 @dataclass(frozen=True)

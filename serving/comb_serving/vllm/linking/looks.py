@@ -84,7 +84,7 @@ class QueryLooks:
             )
         found = {}
         for look in looks:
-            if look.last:
+            if look.end == look.length:  # the question's last tokens
                 paid = tensor_model_parallel_all_reduce(self._paid.pop(look.name)).cpu()
                 found[look.name] = LinkMethod.parse(look.method).recomputed(look.spans, paid) or []
         return found

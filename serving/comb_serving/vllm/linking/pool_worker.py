@@ -19,7 +19,7 @@ from comb_serving.vllm.gpu_worker import without_full_v1, without_full_v2
 from comb_serving.vllm.linking.connector import LinkingConnector
 from comb_serving.vllm.linking.document_pool import DocumentPool
 from comb_serving.vllm.linking.setup import check_backbone, check_engine, front_of, link_tokens_of
-from comb_serving.vllm.versions import TESTED, is_tested
+from comb_serving.vllm.versions import untested
 
 
 class PoolWorker(FixedWeights):
@@ -34,11 +34,8 @@ class PoolWorker(FixedWeights):
         """Loads the model, then makes this rank's pool, so that memory profiling sees it."""
         config = self.vllm_config
         # the interfaces of a scheduler nobody has tried may change with every version
-        if not is_tested(vllm.__version__):
-            tested = ", ".join(f"{one}.x" for one in TESTED)
-            raise ImportError(
-                f"linking without training was tested with vLLM {tested}, this is {vllm.__version__}: install that"
-            )
+        if said := untested(vllm.__version__):
+            raise ImportError(f"linking without training {said}: install that")
         check_engine(config)
         super().load_model(**options)
         model = self.model_runner.get_model()

@@ -139,9 +139,8 @@ class LinkingScheduler(CheckedScheduler):
                 if job.looks is not None and start >= job.looks:
                     link = self.connector.links[name]
                     assert link.method is not None
-                    last = start + count == link.length
                     look = LookCommand(
-                        name, start, start + count, job.blocks, link.length, link.spans, link.method.name, last
+                        name, start, start + count, job.blocks, link.length, link.spans, link.method.name
                     )
                     metadata.looks.append(look)
                 if job.interiors:

@@ -16,8 +16,6 @@ from comb_serving.config.serve_options import ServeOptions
 from comb_serving.linking.methods import LinkMethod
 from comb_serving.vllm.fixed_weights import check_no_transfer
 
-CONNECTOR = "LinkingConnector"
-CONNECTOR_MODULE = "comb_serving.vllm.linking.connector"
 SCHEDULER = "comb_serving.vllm.linking.scheduler.make_scheduler"
 WORKER = "comb_serving.vllm.linking.pool_worker.LinkingWorker"
 
@@ -31,7 +29,8 @@ def engine_options(method: LinkMethod, front: Sequence[int] = (), link_tokens: s
     `front`: token ids that documents are compiled behind; `link_tokens`: the adapter that gives their keys and values.
     """
     transfer = {
-        "kv_connector": CONNECTOR, "kv_connector_module_path": CONNECTOR_MODULE, "kv_role": "kv_both",
+        "kv_connector": "LinkingConnector", "kv_role": "kv_both",
+        "kv_connector_module_path": "comb_serving.vllm.linking.connector",
         "kv_connector_extra_config": {"method": method.name, "front": list(front), "link_tokens": link_tokens},
     }  # fmt: skip
     options = {"kv_transfer_config": transfer, "scheduler_cls": SCHEDULER, "worker_cls": WORKER}
