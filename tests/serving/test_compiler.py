@@ -33,10 +33,11 @@ def ended(reason: str = "length") -> Any:
 
 
 class Client:
-    """Answers when `gate` opens."""
+    """Answers at once, unless a test closes its `gate`."""
 
     def __init__(self, reason: str = "length", error: Exception | None = None, policy: str = "fcfs") -> None:
         self.reason, self.error, self.gate = reason, error, asyncio.Event()
+        self.gate.set()
         self.vllm_config = SimpleNamespace(scheduler_config=SimpleNamespace(policy=policy))
         self.priorities: list[int] = []
         self.tiers: list[str | None] = []
@@ -65,8 +66,11 @@ class Client:
         return self.tiers
 
 
-def compiler(client: Client, method: LinkMethod = NAIVE, layout: LinkingLayout = LAYOUT) -> EngineCompiler:
-    made = EngineCompiler(layout, method, SECRET)
+def compiler(
+    client: Client, method: LinkMethod = NAIVE, layout: LinkingLayout = LAYOUT, **options: Any
+) -> EngineCompiler:
+    pytest.importorskip("vllm")
+    made = EngineCompiler(layout, method, SECRET, **options)
     made.client = client
     return made
 
@@ -76,7 +80,6 @@ def compiler(client: Client, method: LinkMethod = NAIVE, layout: LinkingLayout =
     [("naive", []), ("legolink:16", []), ("naive,front=dummies:2", [1, 1]), ("primed:4", [4, 5, 6])],
 )
 async def test_a_document_is_a_request_of_its_own(method: str, front: list[int]) -> None:
-    pytest.importorskip("vllm")
     client, wanted = Client(), LinkMethod.parse(method)
     layout = replace(LAYOUT, front=tuple(front))
     made = compiler(client, wanted, layout)
@@ -85,7 +88,6 @@ async def test_a_document_is_a_request_of_its_own(method: str, front: list[int])
     assert identity.max_document_tokens == 63 - len(front)
     other = await EngineCompiler(replace(LAYOUT, front=tuple(front[1:])), wanted, SECRET).identity()
     assert (other.method == identity.method) == (not front)  # a document on the disk says what it was compiled behind
-    client.gate.set()
     found = await made.submit("key", [7, 8, 9], HANDLE)
     assert found.tier == "compiled"
     ((prompt, parameters, name),) = client.asked
@@ -100,9 +102,7 @@ async def test_a_document_is_a_request_of_its_own(method: str, front: list[int])
 
 @pytest.mark.parametrize(("policy", "priority"), [("fcfs", 0), ("priority", -(2**63))])
 async def test_who_waits_for_a_document_waits_behind_nobody(policy: str, priority: int) -> None:
-    pytest.importorskip("vllm")
     client = Client(policy=policy)
-    client.gate.set()
     await compiler(client).submit("key", [7, 8, 9], HANDLE)
     assert client.priorities == [priority]
 
@@ -114,9 +114,6 @@ def test_a_front_that_is_too_long() -> None:
 
 @pytest.mark.parametrize("client", [Client(reason="error"), Client(reason="abort"), Client(error=OSError("dead"))])
 async def test_what_goes_wrong_is_an_error_and_leaves_nothing(client: Client) -> None:
-    pytest.importorskip("vllm")
-    client.gate = asyncio.Event()
-    client.gate.set()
     manager = PICManager(LAYOUT, compiler(client))
     with pytest.raises(EncoderError, match="vLLM did not compile it"):
         await manager.acquire([WantedDocument("key", (7, 8, 9))])
@@ -125,8 +122,8 @@ async def test_what_goes_wrong_is_an_error_and_leaves_nothing(client: Client) ->
 
 
 async def test_documents_of_one_request_come_at_once_and_outlive_it() -> None:
-    pytest.importorskip("vllm")
     client = Client()
+    client.gate.clear()
     manager = PICManager(LAYOUT, compiler(client))
     wanted = [WantedDocument(f"key{place}", (7, place)) for place in range(3)]
     first, second = [asyncio.create_task(manager.acquire(wanted)) for _ in range(2)]
@@ -147,12 +144,9 @@ async def test_documents_of_one_request_come_at_once_and_outlive_it() -> None:
     [(["host"], "host"), (["disk", "host"], "disk"), (["host", None], "compiled"), ([None], "compiled")],
 )
 async def test_what_every_worker_has_kept_comes_back(tiers: list[str | None], found: str) -> None:
-    pytest.importorskip("vllm")
     client = Client()
     client.tiers = tiers
-    client.gate.set()
-    made = EngineCompiler(LAYOUT, NAIVE, SECRET, keeps=True)
-    made.client = client
+    made = compiler(client, keeps=True)
     assert (await made.submit("key", [7, 8, 9], HANDLE)).tier == found
     assert client.asked[0] == ("key", 3, [5])
     assert len(client.asked) == (2 if found == "compiled" else 1)

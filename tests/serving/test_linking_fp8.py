@@ -10,9 +10,8 @@ import torch
 from torch import Tensor
 
 from tests.helpers.engines import answer, engine, greedy
-from tests.helpers.linked import PROMPTS, LinkedPrompt, check_nothing_is_left, linked_engine
+from tests.helpers.linked import PROMPTS, LinkedPrompt, adapter, check_nothing_is_left, linked_engine
 from tests.helpers.linked import largest_difference as difference
-from tests.serving.test_link_tokens import adapter
 
 pytestmark = [pytest.mark.vllm, pytest.mark.slow, pytest.mark.usefixtures("plugin")]
 

@@ -65,11 +65,6 @@ def test_seams_and_question_are_one_step_where_they_fit(llama: Any, options: dic
             assert list(outputs[0].outputs[0].token_ids) == linked.reference(prompt, "legolink:4", 4)[0]
 
 
-def test_a_seed_is_answered_in_parts_and_at_once(llama: Any) -> None:
-    with linked_engine(llama, max_num_batched_tokens=64) as linked:
-        check_seeds(linked.llm)
-
-
 @pytest.mark.parametrize("rows", [1, 2])
 def test_who_links_has_its_turn_while_others_fill_the_batch_and_queue(llama: Any, rows: int) -> None:
     """Its seams can't begin beside others: it waits with its blocks, and who comes later isn't let in first."""
@@ -127,6 +122,7 @@ def test_in_chunks_who_leaves_leaves_nothing_and_disturbs_nobody(llama: Any) -> 
     with linked_engine(
         llama, "focus:0.3", max_num_batched_tokens=16, max_num_seqs=3, enable_chunked_prefill=True
     ) as other:
+        check_seeds(other.llm)
         check_answers(other)  # and now all are compiled
         # waiting, while its question looks, in the middle of its seams, at its query, while it answers
         for method, steps in itertools.product(("legolink:16", "focus:0.3"), range(8)):

@@ -11,7 +11,7 @@ import torch
 
 from comb.backbones.loading import resolve_name
 from comb_serving.pool.capability import KEY, MARK, Capability
-from tests.helpers.engines import Served, answer, engine, greedy, served
+from tests.helpers.engines import Served, answer, check_seeds, engine, greedy, served
 
 pytestmark = [pytest.mark.vllm, pytest.mark.usefixtures("plugin")]
 
@@ -129,6 +129,10 @@ def test_a_request_that_was_turned_out_comes_back_to_its_documents(nano: Served)
     expected = {names: nano.reference(PROMPTS[3], names, tokens=96) for names in SETS}
     for (_, names), found in zip(asked, together, strict=True):
         same(found, expected[names], 2e-5)
+
+
+def test_a_seed_is_answered_in_parts_and_at_once(nano: Served) -> None:
+    check_seeds(nano.llm)
 
 
 def test_never_another_requests_document(nano: Served, references: Any) -> None:

@@ -10,7 +10,7 @@ import torch
 
 from comb.backbones.loading import resolve_name
 from tests.helpers.adapter_answers import ASKED, PROMPTS, answers_of_the_library, plain_answers
-from tests.helpers.engines import Served, answer, check_seeds, engine, served
+from tests.helpers.engines import Served, answer, engine, served
 from tests.helpers.loras import make_lora
 
 pytestmark = [pytest.mark.vllm, pytest.mark.usefixtures("plugin")]
@@ -48,11 +48,6 @@ def test_places_that_the_pool_has_not_end_the_engine(nano_comb: Any) -> None:
     """Signed ones, which only the front can write: an error, and never an answer."""
     with served(*nano_comb) as found, pytest.raises(ValueError, match="but the pool has"):
         found.ask([(PROMPTS[0], "A")], documents=(3, 1, 10**6))
-
-
-def test_a_seed_is_answered_in_parts_and_at_once(nano_comb: Any) -> None:
-    with served(*nano_comb, max_num_batched_tokens=64) as found:
-        check_seeds(found.llm)
 
 
 def test_documents_and_lora_in_one_batch(nano_comb: Any, tmp_path: Path) -> None:

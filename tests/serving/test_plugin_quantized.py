@@ -14,6 +14,7 @@ from safetensors.torch import load_file, save_file
 from comb import CombForCausalLM
 from tests.helpers.engines import answer, checkpoint, engine, greedy, reference, served, three_documents
 from tests.helpers.families import BASE
+from tests.helpers.linked import plain_model
 
 pytestmark = [pytest.mark.vllm, pytest.mark.slow, pytest.mark.usefixtures("plugin")]
 
@@ -74,12 +75,7 @@ def test_a_quantised_backbone_is_itself_without_documents_and_the_library_with(
 ) -> None:
     # on a CPU with AMX vLLM takes kernels that refuse float32, in which the library is compared
     monkeypatch.setattr("vllm.model_executor.kernels.linear.scaled_mm.cpu.check_cpu_sgl_kernel", lambda *shape: False)
-    torch.manual_seed(0)
-    backbone = tf.LlamaForCausalLM(tf.LlamaConfig(**WIDE))
-    for parameter in backbone.parameters():
-        if parameter.ndim > 1:
-            torch.nn.init.normal_(parameter, std=0.1)
-    backbone.save_pretrained(tmp_path / "full")
+    plain_model(tmp_path / "full", tf.LlamaConfig(**WIDE), std=0.1)
     quantize(tmp_path / "full", tmp_path / "int8")
     checkpoint(tmp_path / "adapter", tmp_path / "full")
     model = CombForCausalLM.from_pretrained(tmp_path / "adapter", dtype=torch.float32)
