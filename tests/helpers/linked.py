@@ -94,6 +94,13 @@ class LinkedEngine:
         """The engine's, which runs in this process."""
         return self.llm.llm_engine.engine_core.engine_core.scheduler
 
+    @property
+    def pool(self) -> Any:
+        """Its worker's, which runs in this process."""
+        from vllm.distributed.kv_transfer import get_kv_transfer_group
+
+        return get_kv_transfer_group().pool
+
     def signed(self, method: str, prompt: Any, spans: Any, handles: Sequence[PoolHandle], /, **stated: Any) -> str:
         """A capability; `stated`: what it says otherwise."""
         means = {

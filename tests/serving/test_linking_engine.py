@@ -148,8 +148,6 @@ def test_what_is_computed_is_never_found_where_it_is_loaded(linked: LinkedEngine
 def test_a_prefix_that_is_gone_before_its_request_begins_is_computed(linked: LinkedEngine) -> None:
     """Of found segments: which of them are linked was settled by what the cache had when it came."""
     prompt, rule = LinkedPrompt("AC", prefix=tuple(range(40, 80))), linked.behind("legolink:4")
-    from vllm.distributed.kv_transfer import get_kv_transfer_group
-
     driver, expected = linked.llm.llm_engine, linked.reference(prompt, rule)
     for evicted in (False, True):
         linked.llm.reset_prefix_cache()
@@ -157,8 +155,7 @@ def test_a_prefix_that_is_gone_before_its_request_begins_is_computed(linked: Lin
         driver.add_request("found", *linked.request(prompt, rule, found=True))
         if evicted:
             assert linked.llm.reset_prefix_cache()
-            pool = get_kv_transfer_group().pool
-            for layer in pool.layers.values():  # the blocks that it gets have held something else
+            for layer in linked.pool.layers.values():  # the blocks that it gets have held something else
                 layer.kv_cache.fill_(3.0)
         outputs = []
         while driver.has_unfinished_requests():

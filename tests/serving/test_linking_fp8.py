@@ -49,9 +49,7 @@ def test_what_is_exact_is_vllms_own_and_what_moves_is_rounded_once_more(dtype: s
     with linked_engine(llama, "focus:0.3", **options) as linked:
         whole = linked.ask([(prompt, "legolink:64") for prompt in PROMPTS])
         (exact,) = linked.ask([(PROMPTS[3], "naive")])
-        from vllm.distributed.kv_transfer import get_kv_transfer_group
-
-        pool = get_kv_transfer_group().pool
+        pool = linked.pool
         assert (pool.rows.dtype, linked.layout.dtype) == (torch.uint8, dtype)
         assert pool.bytes_per_token == pool.rows.shape[1]
         name, layer = next(iter(pool.layers.items()))
@@ -104,9 +102,7 @@ def near_rotated(found: Tensor, exact: Tensor, dtype: str) -> bool:
 def test_link_tokens_are_written_as_the_cache_has_them(llama: Any, tmp_path: Path) -> None:
     model = adapter(llama, tmp_path)
     with linked_engine(model, "linktokens", link_tokens=tmp_path, kv_cache_dtype="fp8") as linked:
-        from vllm.distributed.kv_transfer import get_kv_transfer_group
-
-        pool = get_kv_transfer_group().pool
+        pool = linked.pool
         rows = pool.rows[pool.num_blocks * pool.block_size :]
         for (name, layer), pair in zip(pool.layers.items(), model.front(torch.float32), strict=True):
             parts = rows[:, pool.columns[name]].view(len(rows), 2, 2, -1).unbind(1)

@@ -25,6 +25,14 @@ from tests.helpers.recurrences import dense_of, recurrence
 from tests.helpers.served import TEXTS, logprobs, serve
 from tests.helpers.tiny_engine import TEMPLATE, make_tokenizer
 
+pytest.importorskip("vllm")
+
+from comb_serving.vllm.linking.cache_access import TokenCodes
+from comb_serving.vllm.linking.connector import LinkingConnector
+from comb_serving.vllm.linking.document_pool import DocumentPool
+from comb_serving.vllm.linking.links import CaptureCommand, ComposeCommand
+from comb_serving.vllm.linking.states import DenseLayer, DocumentStates, StateLayer, state_layer
+
 pytestmark = [pytest.mark.vllm, pytest.mark.usefixtures("plugin")]
 
 NOISE = {"float32": 1e-4, "bfloat16": 0.08}  # of logits, relative: plain vLLM against transformers in float32
@@ -151,9 +159,6 @@ def test_what_stands_in_front_of_documents_is_kept_with_its_states(method: str, 
 
 def test_documents_are_named_by_the_dtype_of_their_columns() -> None:
     """--mamba-cache-dtype float16 in place of bfloat16: as many bytes on the disk, and other numbers."""
-    from comb_serving.vllm.linking.cache_access import TokenCodes
-    from comb_serving.vllm.linking.document_pool import DocumentPool
-
     pool: Any = SimpleNamespace(codes={"layer": TokenCodes(torch.bfloat16)}, states=None)
     name = DocumentPool.dtype_name.fget
     assert name is not None
@@ -196,8 +201,6 @@ def test_states_take_blocks_behind_the_tokens_of_a_document() -> None:
 @given(st.integers(3, 8), st.integers(2, 40), st.integers(0, 8), st.lists(st.integers(1, 12), max_size=80))
 def test_steps_end_at_both_ends_of_an_interior(first: int, inside: int, last: int, rooms: list[int]) -> None:
     """Whatever room each step has; and none computes one token of it alone."""
-    from comb_serving.vllm.linking.connector import LinkingConnector
-
     border, length = first + inside, first + inside + last
     scheduler: Any = SimpleNamespace(links={"compiling": SimpleNamespace(interior=(first, border))})
     ends, computed = [0], 0
@@ -230,9 +233,6 @@ class _Mamba:
 @pytest.mark.parametrize("tokens", [1, 2, 9])
 def test_states_are_captured_chunk_by_chunk_and_composed(tokens: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Against the loop over tokens; with an interior that is shorter than the convolution, and one that isn't."""
-    from comb_serving.vllm.linking.links import CaptureCommand, ComposeCommand
-    from comb_serving.vllm.linking.states import DocumentStates, StateLayer, state_layer
-
     monkeypatch.setattr("comb_serving.vllm.linking.states.is_conv_state_dim_first", lambda: False)
     mamba: Any = _Mamba()
     layer: StateLayer = state_layer("layer", mamba)
@@ -277,8 +277,6 @@ def test_a_dense_transition_is_heard_from_vllms_scan(width: int) -> None:
     # vLLM has loaded its kernels for this CPU; those of another kind beside them (vllm._C: AVX-512) abort the process
     if not hasattr(torch.ops._C, "chunk_gated_delta_rule_cpu"):
         pytest.skip("vLLM's kernels for this CPU have no gated delta rule")
-    from comb_serving.vllm.linking.states import DenseLayer
-
     torch.manual_seed(0)
     heads, tokens, half = 4, 37, torch.bfloat16
     shapes = SimpleNamespace(
@@ -302,7 +300,6 @@ def test_a_dense_transition_is_heard_from_vllms_scan(width: int) -> None:
 
 def test_a_dense_transition_is_heard_from_a_scan_as_gpus_have_it() -> None:
     """Without a GPU: a plain twin of its scan, with states [V, K], and fewer value channels than key channels."""
-    from comb_serving.vllm.linking.states import DenseLayer
 
     def scan(*, q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, initial_state: Tensor, **_: Any) -> Any:
         state = recurrence(g[0], k[0], v[0], initial_state[0].transpose(-1, -2), betas=beta[0])

@@ -18,6 +18,19 @@ from comb_serving.linking.methods import LinkMethod
 
 pytest.importorskip("vllm")
 
+from vllm.config import VllmConfig, set_current_vllm_config
+from vllm.model_executor.layers import rotary_embedding
+from vllm.model_executor.layers.attention.attention import Attention
+from vllm.model_executor.layers.rotary_embedding import phi3_long_rope_scaled_rope as phi3
+
+from comb_serving.vllm.linking import looks
+from comb_serving.vllm.linking.cache_access import cached_layers
+from comb_serving.vllm.linking.connector import LinkingConnector
+from comb_serving.vllm.linking.positions import find_positions
+from comb_serving.vllm.linking.scheduler import LinkingScheduler
+from comb_serving.vllm.linking.setup import check_engine, check_groups
+from comb_serving.vllm.linking.states import state_layer
+
 pytestmark = [pytest.mark.vllm, pytest.mark.usefixtures("plugin")]
 
 MOST, SIZE, ORIGINAL = 128, 16, 32
@@ -52,13 +65,6 @@ class OneLayer(nn.Module):
 
 
 def found(monkeypatch: pytest.MonkeyPatch, rope: dict[str, Any], length: int, step: int = 1) -> tuple[Any, OneLayer]:
-    from vllm.config import VllmConfig, set_current_vllm_config
-    from vllm.model_executor.layers import rotary_embedding
-    from vllm.model_executor.layers.attention.attention import Attention
-    from vllm.model_executor.layers.rotary_embedding import phi3_long_rope_scaled_rope as phi3
-
-    from comb_serving.vllm.linking.positions import find_positions
-
     config: Any = VllmConfig()
     text = SimpleNamespace(to_dict=lambda: {"rope_parameters": rope})
     config.model_config = SimpleNamespace(max_model_len=length, hf_text_config=text)
@@ -103,8 +109,6 @@ def test_positions_that_the_table_does_not_have_are_refused(monkeypatch: pytest.
 
 @pytest.mark.parametrize("window", [None, 3])
 def test_a_long_question_is_seen_in_portions(window: int | None, monkeypatch: pytest.MonkeyPatch) -> None:
-    from comb_serving.vllm.linking import looks
-
     draw = torch.Generator().manual_seed(0)
     query, keys = torch.randn(5, 4, 8, generator=draw), torch.randn(12, 2, 8, generator=draw)
     wanted = torch.zeros(12, dtype=torch.float64)
@@ -124,9 +128,6 @@ DOCUMENT, SEAM = 24, 4
 
 def rows_for(documents: int) -> tuple[list[Any], list[int]]:
     """The rows that compute the seams of so many documents, in steps of eight rows, and their prompt."""
-    from comb_serving.vllm.linking.connector import LinkingConnector
-    from comb_serving.vllm.linking.scheduler import LinkingScheduler
-
     prompt = [5 + index % 1000 for index in range(documents * DOCUMENT + 9)]
     spans = [(index * DOCUMENT, DOCUMENT) for index in range(documents)]
     planned = plan(len(prompt), spans, LinkMethod.parse(f"legolink:{SEAM}").recomputed(spans))
@@ -209,8 +210,6 @@ HYPIC = {"method": "hypic:8"}
 )
 def test_engines_that_cant_link_are_refused(given: dict[str, str], name: str, value: Any, message: str) -> None:
     """Not by engines: vLLM for CPUs starts none in a process in which an n-gram speculator's numba was imported."""
-    from comb_serving.vllm.linking.setup import check_engine
-
     changed = config(**given)
     check_engine(changed)
     part, _, attribute = name.rpartition(".")
@@ -221,8 +220,6 @@ def test_engines_that_cant_link_are_refused(given: dict[str, str], name: str, va
 
 @pytest.mark.parametrize("method", ["naive", "hypic:8"])
 def test_a_cache_of_another_kind_is_refused_with_what_serves_it(method: str) -> None:
-    from comb_serving.vllm.linking.setup import check_groups
-
     groups: Any = SimpleNamespace(kv_cache_groups=[SimpleNamespace(kv_cache_spec=SimpleNamespace())])
     with pytest.raises(ValueError, match=r"not .*SimpleNamespace.* use --method full"):
         check_groups(groups, LinkMethod.parse(method))
@@ -230,9 +227,6 @@ def test_a_cache_of_another_kind_is_refused_with_what_serves_it(method: str) -> 
 
 def test_layers_that_cant_be_linked_are_refused_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
     """Not by an engine: vLLM for CPUs starts no second one in a process that has loaded a hybrid's kernels."""
-    from comb_serving.vllm.linking.cache_access import cached_layers
-    from comb_serving.vllm.linking.states import state_layer
-
     mixer = SimpleNamespace(get_kv_cache_spec=lambda config: "a state's")
     layers: Any = {"layers.0.mixer": mixer}
     made: Any = SimpleNamespace(compilation_config=SimpleNamespace(static_forward_context=layers))

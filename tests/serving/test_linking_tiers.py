@@ -76,8 +76,6 @@ def test_ranks_share_budgets_and_not_folders(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_a_document_comes_back_from_every_tier(llama: Any, tmp_path: Path) -> None:
-    from vllm.distributed.kv_transfer import get_kv_transfer_group
-
     disk = {"disk_path": str(tmp_path / "kept")}
 
     def fetched(linked: LinkedEngine, tier: str) -> None:
@@ -96,7 +94,7 @@ def test_a_document_comes_back_from_every_tier(llama: Any, tmp_path: Path) -> No
         kept = linked.layout.bytes_per_token * sum(map(len, linked.documents.values()))
         wait_for(lambda: linked.llm.collective_rpc("comb_kept")[0]["host"] == kept)
         fetched(linked, "host")
-        pool, handle = get_kv_transfer_group().pool, linked.handles["Aalone"]
+        pool, handle = linked.pool, linked.handles["Aalone"]
         pool.kept.keep("odd", torch.zeros(handle.tokens, pool.rows.shape[1], dtype=torch.float16))
         wait_for(lambda: linked.llm.collective_rpc("comb_kept")[0]["host"] > kept)
         assert pool.fetch("odd", handle) is None  # as of a file that another dtype was written into

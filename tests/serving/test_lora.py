@@ -24,7 +24,13 @@ from tests.helpers.served import serve
 from tests.helpers.served import states as served_states
 from tests.helpers.stores import check_manager
 
-LLM: Any = pytest.importorskip("comb_serving.offline", reason="needs vllm", exc_type=ImportError).LLM
+pytest.importorskip("vllm")
+
+from vllm import SamplingParams
+from vllm.lora.request import LoRARequest
+
+from comb_serving.offline import LLM
+
 pytestmark = [pytest.mark.vllm, pytest.mark.usefixtures("plugin")]
 
 QUESTION = [{"role": "user", "content": "Where is Ada?"}]
@@ -44,8 +50,6 @@ def libraries(tmp_path_factory: pytest.TempPathFactory) -> dict[str, PlainLibrar
 
 
 def lora(libraries: dict[str, PlainLibrary], name: str) -> Any:
-    from vllm.lora.request import LoRARequest
-
     return LoRARequest(name, NAMES.index(name), str(Path(libraries[name].folder).parent)) if name else None
 
 
@@ -61,8 +65,6 @@ def llm(plugin: None, request: pytest.FixtureRequest) -> Iterator[LLM]:
 
 
 def ask(llm: LLM, libraries: dict[str, PlainLibrary], names: list[str], texts: Any = TEXTS, **more: Any) -> list[Any]:
-    from vllm import SamplingParams
-
     parameters = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True, logprobs=0)
     loras = [lora(libraries, name) for name in names]
     return llm.chat([QUESTION] * len(names), parameters, documents=[texts] * len(names), use_tqdm=False,
@@ -101,8 +103,6 @@ def test_documents_of_another_lora_are_others(llm: LLM, libraries: Any) -> None:
 
 
 def test_files_that_have_changed_are_another_lora(llm: LLM, libraries: Any, tmp_path: Path) -> None:
-    from vllm.lora.request import LoRARequest
-
     make_lora(tmp_path / "dry", seed=99)
     segment = KeyedSegment("a", (1, 2), "key")
     loras = Loras({"dry": lora(libraries, "dry")})
@@ -121,8 +121,6 @@ def test_files_that_have_changed_are_another_lora(llm: LLM, libraries: Any, tmp_
 
 def test_a_lora_that_vllm_would_take_for_another_is_refused(llm: LLM, libraries: Any, tmp_path: Path) -> None:
     """By its number, its name, or its files, which vLLM may have loaded before they changed, and may load again."""
-    from vllm.lora.request import LoRARequest
-
     for name, seed in (("one", 97), ("other", 98)):
         make_lora(tmp_path / name, seed)
     one, other = (LoRARequest("hot", number, str(tmp_path / name)) for number, name in ((10, "one"), (11, "other")))

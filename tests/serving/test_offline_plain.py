@@ -16,7 +16,14 @@ from tests.helpers.plain import PlainLibrary, logs
 from tests.helpers.processes import wait_for
 from tests.helpers.stores import check_manager
 
-LLM: Any = pytest.importorskip("comb_serving.offline", reason="needs vllm", exc_type=ImportError).LLM
+pytest.importorskip("vllm")
+
+import vllm
+from vllm import SamplingParams
+from vllm.lora.request import LoRARequest
+
+from comb_serving.offline import LLM
+
 pytestmark = [pytest.mark.vllm, pytest.mark.usefixtures("plugin")]
 
 METHOD = "focus:0.3"
@@ -38,8 +45,6 @@ def llm(plugin: None) -> Iterator[LLM]:
 
 
 def ask(llm: LLM, lists: Any, **more: Any) -> list[Any]:
-    from vllm import SamplingParams
-
     parameters = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True, logprobs=0)
     return llm.chat([QUESTION] * len(lists), parameters, documents=lists, use_tqdm=False, **more)
 
@@ -87,8 +92,6 @@ def test_weights_written_by_other_ways_are_noticed(llm: LLM) -> None:
 
 
 def test_what_waits_in_the_queue_is_nobody_elses_answer(llm: LLM) -> None:
-    from vllm import SamplingParams
-
     (name,) = llm.enqueue(["Hello"], SamplingParams(temperature=0, max_tokens=2), use_tqdm=False)
     with pytest.raises(ValueError, match=r"wait_for_completion\(\) first"):
         ask(llm, [TEXTS])
@@ -98,8 +101,6 @@ def test_what_waits_in_the_queue_is_nobody_elses_answer(llm: LLM) -> None:
 
 
 def test_a_prompt_over_documents_is_not_cut(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
-    import vllm
-
     assert ask(llm, [TEXTS])
     inner, cut = vllm.LLM.generate, {"tokenization_kwargs": {"truncate_prompt_tokens": 20}}
     with pytest.raises(ValueError, match="tokenization_kwargs can't be beside documents"):
@@ -119,8 +120,6 @@ def test_threads_take_turns(llm: LLM, library: PlainLibrary) -> None:
 
 
 def test_who_asks_for_all_of_a_prompt_gets_all_of_it_computed(llm: LLM, library: PlainLibrary) -> None:
-    from vllm import SamplingParams
-
     asked = {"temperature": 0, "max_tokens": 8, "ignore_eos": True, "logprobs": 0}
     chosen = [
         SamplingParams(**asked, **more) for more in ({"prompt_logprobs": 1}, {}, {"skip_reading_prefix_cache": True})
@@ -179,8 +178,6 @@ def test_a_prompt_of_another_kind_is_said(llm: LLM, prompt: Any) -> None:
 
 
 def test_no_argument_in_vllms_order_is_lost(llm: LLM) -> None:
-    from vllm.lora.request import LoRARequest
-
     with pytest.raises(ValueError, match="LoRA 'far'"):
         llm.chat(QUESTION, None, False, LoRARequest("far", 1, "/no/such/folder"), documents=TEXTS)
 

@@ -20,6 +20,16 @@ from comb.backbones.identity import weights_fingerprint
 from tests.helpers.engines import checkpoint
 from tests.helpers.families import tiny
 
+pytest.importorskip("vllm")
+
+from vllm.model_executor.layers.utils import dispatch_cpu_unquantized_gemm
+
+from comb_serving.vllm import OP
+from comb_serving.vllm.checkpoint import CombConfigParser, encoder_config
+from comb_serving.vllm.fixed_weights import FixedWeights
+from comb_serving.vllm.models import CombMixin
+from comb_serving.vllm.setup import SCHEDULER, current_platform, set_up
+
 pytestmark = [pytest.mark.vllm, pytest.mark.usefixtures("plugin")]
 
 
@@ -31,8 +41,6 @@ def folder(tmp_path: Path) -> Path:
 
 
 def parse(folder: Path) -> Any:
-    from comb_serving.vllm.checkpoint import CombConfigParser
-
     return CombConfigParser().parse(folder, trust_remote_code=False)
 
 
@@ -41,8 +49,6 @@ def change(file: Path, **values: Any) -> None:
 
 
 def test_the_configuration_is_the_backbones_with_the_adapter_beside_it(folder: Path) -> None:
-    from comb_serving.vllm.checkpoint import encoder_config
-
     read, config = parse(folder)
     plain, backbone = parse(folder.parent / "backbone")
     assert backbone.architectures == ["LlamaForCausalLM"]
@@ -90,9 +96,6 @@ def options(**changed: Any) -> Any:
 
 
 def test_what_an_instance_is_set_up_with(monkeypatch: pytest.MonkeyPatch) -> None:
-    from comb_serving.vllm import OP
-    from comb_serving.vllm.setup import SCHEDULER, current_platform, set_up
-
     v1, v2 = options(), options(use_v2_model_runner=True)
     for given in (v1, v2, v1):
         set_up(given)
@@ -143,8 +146,6 @@ class Plain(nn.Module):
 
 
 def loading(expected: Any, text: Any = None) -> Any:
-    from comb_serving.vllm.models import CombMixin
-
     class Model(CombMixin, Plain):
         def __init__(self) -> None:
             nn.Module.__init__(self)
@@ -227,9 +228,6 @@ def packed(change: float | None = None, quantization: str | None = None, at_once
 
     vLLM packs it for a CPU while it loads, and nobody can read it afterwards.
     """
-    from vllm.model_executor.layers.utils import dispatch_cpu_unquantized_gemm
-
-    from comb_serving.vllm.fixed_weights import FixedWeights
 
     class Loads:
         def __init__(self, model: nn.Module) -> None:
