@@ -13,6 +13,7 @@ from collections.abc import AsyncIterator, Iterator, Sequence
 from contextlib import asynccontextmanager, nullcontext
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -64,6 +65,13 @@ def folder(monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
         yield Path(name)
 
 
+@pytest.fixture
+def program(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """In place of encoders; it looks what to do in this folder."""
+    monkeypatch.setattr(supervisor, "ENCODER", [sys.executable, "-c", PROGRAM, str(folder)])
+    return folder
+
+
 @pytest.fixture(scope="module")
 def adapter(nano_adapter: Path) -> CombForCausalLM:
     return CombForCausalLM.from_pretrained(nano_adapter, dtype=torch.float32)
@@ -82,13 +90,12 @@ async def running(
     nano_adapter: Path, folder: Path, pool: SharedPool, **more: Any
 ) -> AsyncIterator[tuple[PICManager, EncoderProcess]]:
     options = ServeOptions(str(nano_adapter), **more)
-    environment = {**os.environ, **options.environment(folder)}
-    encoders = EncoderProcess(environment, start_seconds=120)
-    encoders.start()
-    try:
-        yield PICManager(pool.layout, encoders), encoders
-    finally:
-        await encoders.stop()
+    with mock.patch.dict(os.environ, options.environment(folder)):
+        encoders = start()
+        try:
+            yield PICManager(pool.layout, encoders), encoders
+        finally:
+            await encoders.stop()
 
 
 def document(number: int, tokens: int = 20) -> tuple[int, ...]:
@@ -292,9 +299,8 @@ def test_what_encoding_needs_is_kept_and_the_rest_is_freed(family: str) -> None:
     assert sum(p.numel() for p in model.parameters()) < 0.6 * size
 
 
-def start(folder: Path, **more: Any) -> EncoderProcess:
-    command = [sys.executable, "-c", PROGRAM, str(folder)]
-    encoders = EncoderProcess(dict(os.environ), command=command, start_seconds=30, **more)
+def start() -> EncoderProcess:
+    encoders = EncoderProcess()
     encoders.start()
     return encoders
 
@@ -305,10 +311,11 @@ def submit(encoders: EncoderProcess, token: int = 1, number: int = 0) -> Any:
 
 @pytest.mark.parametrize("token", [DIES, HANGS, LIES])
 async def test_a_document_that_takes_encoders_with_it_is_refused_its_neighbours_are_not(
-    folder: Path, token: int
+    program: Path, token: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    # the others never hang, however slow the machine
-    encoders = start(folder, stall_seconds=2.0 if token == HANGS else 300.0)
+    if token == HANGS:  # the others never do, however slow the machine
+        monkeypatch.setattr(supervisor, "STALL_S", 2.0)
+    encoders = start()
     good = [submit(encoders, number=number) for number in range(3)]
     bad = submit(encoders, token, 9)
     good += [submit(encoders, number=number) for number in range(3, 6)]
@@ -323,10 +330,10 @@ async def test_a_document_that_takes_encoders_with_it_is_refused_its_neighbours_
         await submit(encoders)
 
 
-async def test_other_weights_after_a_restart_are_refused(folder: Path) -> None:
-    encoders = start(folder)
+async def test_other_weights_after_a_restart_are_refused(program: Path) -> None:
+    encoders = start()
     assert (await encoders.identity()).fingerprint == "same"
-    (folder / "change").touch()
+    (program / "change").touch()
     with pytest.raises(EncoderError, match="changed while serving"):
         await submit(encoders, DIES)
     with pytest.raises(EncoderError, match="changed while serving"):
@@ -335,14 +342,14 @@ async def test_other_weights_after_a_restart_are_refused(folder: Path) -> None:
 
 
 async def test_encoders_that_do_not_start_are_a_fault_and_not_a_wait_until_one_does(
-    folder: Path, monkeypatch: pytest.MonkeyPatch
+    program: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(supervisor, "LAST_BACKOFF_S", 0.01)
-    (folder / "broken").touch()
-    encoders = start(folder)
+    (program / "broken").touch()
+    encoders = start()
     assert encoders.fault() == "no encoder is ready yet"
     for never_ran in (True, False):
-        (folder / "broken").touch()
+        (program / "broken").touch()
         with pytest.raises(EncoderError, match="at their start"):
             await submit(encoders, DIES)  # no process has got as far as to hear of it, or the one that ran ends over it
         assert "at their start" in str(encoders.fault())
@@ -350,7 +357,7 @@ async def test_encoders_that_do_not_start_are_a_fault_and_not_a_wait_until_one_d
             await submit(encoders, number=1)
         with pytest.raises(EncoderError, match="at their start") if never_ran else nullcontext():
             await encoders.identity()  # what is in the pool can be served still
-        (folder / "broken").unlink()
+        (program / "broken").unlink()
         await until(lambda: encoders.fault() is None)
     assert (await submit(encoders, number=1)).tier == "encoded"
     process = encoders.process
@@ -363,8 +370,8 @@ async def test_encoders_that_do_not_start_are_a_fault_and_not_a_wait_until_one_d
     await encoders.stop()
 
 
-async def test_nothing_runs_after_the_end(folder: Path) -> None:
-    encoders = start(folder)
+async def test_nothing_runs_after_the_end(program: Path) -> None:
+    encoders = start()
     await encoders.identity()
     process = encoders.process
     hanging = submit(encoders, HANGS)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import json
-import os
 from dataclasses import dataclass
 from typing import Any, TypeAlias
 
@@ -59,7 +58,7 @@ class ServerFront:
             try:
                 if options.method is None:
                     layout = PoolLayout(**json.loads(manifest_of(pool_path(folder, 0)).read_text()))
-                    encoders = EncoderProcess(dict(os.environ))
+                    encoders = EncoderProcess()
                     encoders.start()
                 else:
                     layout = LinkingLayout.read(folder)

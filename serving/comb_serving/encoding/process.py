@@ -49,22 +49,17 @@ class EncoderWorker:
     """
 
     def __init__(self, model: CombForCausalLM, pools: Sequence[SharedPool], store: PICacheStore | None = None) -> None:
-        self.model, self.pools, self.store = model, list(pools), store
+        self.model, self.store = model, store
         self.method = methods.create("comb", model)
         config: Any = model.encoder.config
-        self.heads = [
-            slice(start := rank * config.num_key_value_heads // len(self.pools), start + pool.layout.kv_heads)
-            for rank, pool in enumerate(self.pools)
-        ]
-        expected = model.num_cross_layers, config.head_dim, config.sink_tokens, config.num_key_value_heads
-        for pool, heads in zip(self.pools, self.heads, strict=True):
-            layout = pool.layout
-            found = (
-                layout.cross_layers,
-                layout.head_dim,
-                layout.sink_tokens,
-                max(heads.stop, config.num_key_value_heads),
-            )
+        all_heads = config.num_key_value_heads
+        expected = model.num_cross_layers, config.head_dim, config.sink_tokens, all_heads
+        self.parts: list[tuple[SharedPool, slice]] = []  # each rank's pool, and which heads it holds
+        for rank, pool in enumerate(pools):
+            layout, first = pool.layout, rank * all_heads // len(pools)
+            last = first + layout.kv_heads
+            self.parts.append((pool, slice(first, last)))
+            found = layout.cross_layers, layout.head_dim, layout.sink_tokens, max(last, all_heads)
             if found != expected:
                 raise ValueError(
                     f"the pool {pool.path.name} has (cross layers, head_dim, sink tokens, heads) {found}, this "
@@ -123,10 +118,10 @@ class EncoderWorker:
         try:
             for job, picache in zip(jobs, picaches, strict=True):
                 assert isinstance(picache, CrossPICache)
-                for pool, heads in zip(self.pools, self.heads, strict=True):
+                for pool, heads in self.parts:
                     pool.write(job.handle, picache.keys, picache.values, heads)
         finally:
-            for pool in self.pools:
+            for pool, _ in self.parts:
                 pool.finish()
 
     def hello(self) -> dict[str, Any]:

@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import itertools
 import logging
+import os
 import socket
 import sys
 import time
@@ -25,6 +26,8 @@ from comb_serving.pool.capability import PoolHandle
 logger = logging.getLogger(__name__)
 
 FIRST_BACKOFF_S, LAST_BACKOFF_S = 0.2, 10.0
+START_S = 600.0  # longest wait for an encoder's first word
+STALL_S = 300.0  # without an answer for so long, a process that has work is killed and started again
 ENCODER = (sys.executable, "-m", "comb_serving.encoding.process")
 MAX_ATTEMPTS = 3  # a document that has taken so many encoders with it is refused; so many failed starts are a fault
 
@@ -37,25 +40,10 @@ class PendingJob:
 
 
 class EncoderProcess:
-    """Keeps an encoder process running, one after the other.
+    """Keeps an encoder process running, one after the other, with the environment of now: it names the instance."""
 
-    Args:
-        environment: of the process; holds the instance's folder and options.
-        stall_seconds: without an answer for so long, a process that has work is killed and started again.
-        start_seconds: longest wait for an encoder's first word.
-        command: what a process runs, to which its socket is added; for tests.
-    """
-
-    def __init__(
-        self,
-        environment: dict[str, str],
-        *,
-        stall_seconds: float = 300.0,
-        start_seconds: float = 600.0,
-        command: Sequence[str] = ENCODER,
-    ) -> None:
-        self.command, self.environment = tuple(command), environment
-        self.stall_seconds, self.start_seconds = stall_seconds, start_seconds
+    def __init__(self) -> None:
+        self._environment = dict(os.environ)
         self.process: asyncio.subprocess.Process | None = None
         self.writer: asyncio.StreamWriter | None = None
         self.restarts = 0
@@ -84,12 +72,12 @@ class EncoderProcess:
         self._fail(list(self._jobs), self._refused)
 
     async def identity(self) -> EncoderIdentity:
-        """What the encoder says of its weights. Raises EncoderError if it isn't ready within `start_seconds`."""
+        """What the encoder says of its weights. Raises EncoderError if it isn't ready within `START_S`."""
         if self._known is None:
             try:
-                await asyncio.wait_for(self._arrived.wait(), self.start_seconds)
+                await asyncio.wait_for(self._arrived.wait(), START_S)
             except TimeoutError:
-                raise EncoderError(f"no encoder was ready within {self.start_seconds:.0f} s; see the log") from None
+                raise EncoderError(f"no encoder was ready within {START_S:.0f} s; see the log") from None
         if self._known is None or self._refused is not None:
             raise EncoderError(self.fault() or "no encoder")
         return self._known
@@ -161,11 +149,11 @@ class EncoderProcess:
         reader, writer = await asyncio.open_unix_connection(sock=ours)
         try:
             with theirs:
-                arguments = [*self.command, "--socket", str(theirs.fileno())]
+                arguments = [*ENCODER, "--socket", str(theirs.fileno())]
                 self.process = await asyncio.create_subprocess_exec(
-                    *arguments, env=self.environment, stdin=asyncio.subprocess.DEVNULL, pass_fds=[theirs.fileno()]
+                    *arguments, env=self._environment, stdin=asyncio.subprocess.DEVNULL, pass_fds=[theirs.fileno()]
                 )
-            first = decode_message(await asyncio.wait_for(reader.readline(), self.start_seconds))
+            first = decode_message(await asyncio.wait_for(reader.readline(), START_S))
             fields = ("fingerprint", "dtype", "max_document_tokens", "vocab_size")
             hello, self.kept_bytes = EncoderIdentity(*(first[name] for name in fields)), first.get("kept", {})
             if self._known is not None and hello != self._known:
@@ -180,11 +168,11 @@ class EncoderProcess:
             quiet_since = time.monotonic()
             while True:
                 try:
-                    line = await asyncio.wait_for(reader.readline(), min(1.0, self.stall_seconds / 4))
+                    line = await asyncio.wait_for(reader.readline(), min(1.0, STALL_S / 4))
                 except TimeoutError:
                     quiet_since = quiet_since if self._jobs else time.monotonic()
-                    if time.monotonic() - quiet_since > self.stall_seconds:
-                        waiting = f"no answer for {self.stall_seconds:.0f} s, {len(self._jobs)} wait"
+                    if time.monotonic() - quiet_since > STALL_S:
+                        waiting = f"no answer for {STALL_S:.0f} s, {len(self._jobs)} wait"
                         raise TimeoutError(waiting) from None
                     continue
                 quiet_since, self._failures = time.monotonic(), 0

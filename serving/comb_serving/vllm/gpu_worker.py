@@ -167,23 +167,20 @@ def with_documents(base: Any) -> type:
             super().remove_request(req_id)
             self.documents.remove(req_id)
 
-        def prepare_inputs(self, input_batch: Any, req_states: Any) -> dict[str, Any]:
+        def prepare_inputs(self, input_batch: Any, req_states: Any) -> Any:
             # runs of vLLM's own come here too, with made-up ids that no request has
             self.documents.begin(
                 input_batch.req_ids, input_batch.query_start_loc_np, input_batch.num_computed_tokens_np
             )
-            inputs: dict[str, Any] = super().prepare_inputs(input_batch, req_states)
-            return inputs
+            return super().prepare_inputs(input_batch, req_states)
 
-        def prepare_dummy_inputs(self, num_reqs: int, num_tokens: int) -> dict[str, Any]:
+        def prepare_dummy_inputs(self, num_reqs: int, num_tokens: int) -> Any:
             self.documents.begin_without()
-            inputs: dict[str, Any] = super().prepare_dummy_inputs(num_reqs, num_tokens)
-            return inputs
+            return super().prepare_dummy_inputs(num_reqs, num_tokens)
 
-        def get_additional_cg_support(self) -> tuple[AttentionCGSupport, str | None]:
+        def get_additional_cg_support(self) -> Any:
             if self.documents.full_graphs:
-                found: tuple[AttentionCGSupport, str | None] = super().get_additional_cg_support()
-                return found
+                return super().get_additional_cg_support()
             # another worker than comb's would replay whole steps for requests with documents
             return AttentionCGSupport.NEVER, "comb"
 
