@@ -49,7 +49,7 @@ class DocumentPool:
         bytes_per_token: over all layers of this rank.
         columns: each layer's, in there.
         kept: where documents are kept that have left it.
-        questions: whether what questions look at is to be heard.
+        looks: where what questions look at is to be heard.
 
     Raises:
         ValueError: for a model whose documents can't be moved, or if not even one block fits.
@@ -63,7 +63,7 @@ class DocumentPool:
         self.layers = cached_layers(vllm_config, states=method.states)
         self.states = DocumentStates(linear_layers(vllm_config)) if method.states else None
         self.positions = find_positions(model, self.layers, vllm_config)
-        self.questions = method.rule.by_query
+        self.looks = QueryLooks(self.layers, self._cache_slots, self._cached_keys) if method.rule.by_query else None
         self.kept: KeptDocuments | None = None
         self.codes = {layer: TokenCodes.of(layer, dtype) for layer in self.layers.values()}
         self.columns: dict[str, slice] = {}
@@ -91,7 +91,6 @@ class DocumentPool:
                 f"a pool of {total_bytes} bytes doesn't hold the states of one document, "
                 f"{self.state_rows * self.bytes_per_token * ranks}: make --comb-pool-bytes larger"
             )
-        self.looks: QueryLooks | None = None
         self._caches: dict[str, tuple[int, CacheReader]] = {}  # of each layer: its cache group, and what reads it
 
     @torch.no_grad()
@@ -152,14 +151,6 @@ class DocumentPool:
             self._caches[name] = numbers[name], reader
         if self.states is not None:
             self.states.attach(numbers)
-        if self.questions:
-
-            def cached_keys(name: str, slots: Tensor) -> Tensor:
-                layer, shape = self.layers[name], token_shape(self.layers[name])
-                read = shape.split(self._caches[name][1].read(layer, slots))
-                return self.codes[layer].numbers(read[shape.rotated], shape.rotated)
-
-            self.looks = QueryLooks(self.layers, self._cache_slots, cached_keys)
 
     def close(self) -> None:
         """Documents on their way to the disk get there."""
@@ -264,6 +255,11 @@ class DocumentPool:
         places = torch.arange(offset, offset + tokens, device=self.device)
         blocks = torch.tensor(handle.blocks, device=self.device)
         return blocks[places // self.block_size] * self.block_size + places % self.block_size
+
+    def _cached_keys(self, name: str, slots: Tensor) -> Tensor:
+        layer, shape = self.layers[name], token_shape(self.layers[name])
+        read = shape.split(self._caches[name][1].read(layer, slots))
+        return self.codes[layer].numbers(read[shape.rotated], shape.rotated)
 
     def _cache_slots(self, name: str, blocks: Blocks, start: int, end: int) -> Tensor:
         (group, reader), places = self._caches[name], torch.arange(start, end, device=self.device)

@@ -95,7 +95,7 @@ class PoolWorker(FixedWeights):
     def compile_or_warm_up_model(self) -> Any:
         """As vLLM's, which makes its graphs here."""
         times = super().compile_or_warm_up_model()  # type: ignore[misc]
-        if not self.comb_pool.questions:
+        if self.comb_pool.looks is None:
             return times
         if (manager := getattr(self.model_runner, "cudagraph_manager", None)) is not None:
             without_full_v2(manager, lambda: self.comb_looks)
