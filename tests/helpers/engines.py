@@ -161,19 +161,16 @@ def check_seeds(llm: Any) -> None:
     """A seeded answer to a long prompt is the same whether the prompt is computed in parts or at once."""
     from vllm import SamplingParams
 
-    def ask(seed: int) -> list[int]:
+    def ask(seed: int) -> tuple[int, list[int]]:
         asked = SamplingParams(temperature=1.0, seed=seed, max_tokens=12, ignore_eos=True, detokenize=False)
-        (found,) = llm.generate(
-            [{"prompt_token_ids": [5 + number % 50 for number in range(100)]}], asked, use_tqdm=False
-        )
-        assert (found.num_cached_tokens > 0) is cached
-        return list(found.outputs[0].token_ids)
+        prompt = {"prompt_token_ids": [5 + number % 50 for number in range(100)]}
+        (found,) = llm.generate([prompt], asked, use_tqdm=False)
+        return found.num_cached_tokens, list(found.outputs[0].token_ids)
 
-    cached = False
     assert llm.llm_engine.vllm_config.scheduler_config.max_num_batched_tokens < 100
-    parts = ask(3)
-    cached = True  # but for the last few
-    assert ask(3) == parts != ask(4)
+    (before, in_parts), (cached, at_once), (_, other) = map(ask, (3, 3, 4))
+    assert before == 0 < cached  # but for the last few
+    assert in_parts == at_once != other
 
 
 def answer(output: Any) -> Any:

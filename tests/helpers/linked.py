@@ -229,8 +229,8 @@ def plain_model(folder: Path, config: Any, std: float = 0.2) -> Any:
     """A random model, saved in `folder`, whose attention looks at things."""
     torch.manual_seed(0)
     made = tf.AutoModelForCausalLM.from_config(config)
-    for parameter in made.parameters():
-        if parameter.ndim > 1:
+    for name, parameter in made.named_parameters():
+        if parameter.ndim > 1 or name.endswith("proj.bias"):
             torch.nn.init.normal_(parameter, std=std)
     made.save_pretrained(folder)
     return tf.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()

@@ -9,11 +9,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 import transformers as tf
 
 from tests.helpers.engines import answer, checkpoint, engine, greedy, reference, served, three_documents
 from tests.helpers.families import BASE, LINEAR, MAMBA, MOE
+from tests.helpers.linked import plain_model
 
 pytestmark = [pytest.mark.vllm, pytest.mark.slow, pytest.mark.usefixtures("plugin")]
 
@@ -37,12 +37,7 @@ BITWISE = {"gpt2", "falcon_h1"}  # a stream of its own kind, and one with states
 @pytest.mark.parametrize("family", FAMILIES)
 def test_a_family_is_its_backbone_without_documents_and_the_library_with(family: str, tmp_path: Path) -> None:
     kind, values, options = FAMILIES[family]
-    torch.manual_seed(0)
-    backbone = tf.AutoModelForCausalLM.from_config(getattr(tf, kind)(**values))
-    for name, parameter in backbone.named_parameters():
-        if parameter.ndim > 1 or name.endswith("proj.bias"):
-            torch.nn.init.normal_(parameter, std=0.1)
-    backbone.save_pretrained(tmp_path / "backbone")
+    plain_model(tmp_path / "backbone", getattr(tf, kind)(**values), std=0.1)
     # one whose cross-attention has no norms, as its own has none, and some with LoRA beside copies
     start = {"initialization": "first", "encoder_causal": True, "lora": 4} if family == "qwen2" else {}
     start |= {"lora": 4} if family == "olmo2" else {}
