@@ -42,18 +42,13 @@ class Client:
         self.priorities: list[int] = []
         self.tiers: list[str | None] = []
         self.asked: list[Any] = []
-        self.gone = 0
 
     async def generate(
         self, prompt: Any, parameters: Any, request_id: str, lora_request: Any, priority: int
     ) -> AsyncIterator[Any]:
         self.asked.append((prompt, parameters, request_id))
         self.priorities.append(priority)
-        try:
-            await self.gate.wait()
-        except asyncio.CancelledError:
-            self.gone += 1
-            raise
+        await self.gate.wait()
         if self.error is not None:
             raise self.error
         yield ended(self.reason)
@@ -121,22 +116,14 @@ async def test_what_goes_wrong_is_an_error_and_leaves_nothing(client: Client) ->
     check_manager(manager)
 
 
-async def test_documents_of_one_request_come_at_once_and_outlive_it() -> None:
+async def test_documents_that_are_asked_for_together_are_in_one_batch() -> None:
     client = Client()
     client.gate.clear()
-    manager = PICManager(LAYOUT, compiler(client))
-    wanted = [WantedDocument(f"key{place}", (7, place)) for place in range(3)]
-    first, second = [asyncio.create_task(manager.acquire(wanted)) for _ in range(2)]
+    made = compiler(client)
+    answers = [made.submit(f"key{place}", (7, place), HANDLE) for place in range(3)]
     await until(lambda: len(client.asked) == 3)
-    first.cancel()
-    await asyncio.gather(first, return_exceptions=True)
-    assert client.gone == 0
     client.gate.set()
-    lease = await second
-    assert [document.state for document in lease.documents] == ["hit"] * 3
-    assert len(client.asked) == 3
-    lease.release()
-    assert (manager.references, manager.counters.documents["compiled"]) == (0, 3)
+    assert [one.tier for one in await asyncio.gather(*answers)] == ["compiled"] * 3
 
 
 @pytest.mark.parametrize(
