@@ -20,7 +20,6 @@ from comb_serving.manager.manager import PICManager
 from comb_serving.pool.capability import COMPILE, Capability, PoolHandle, pack
 from tests.helpers.fakes import until
 from tests.helpers.processes import wait_for
-from tests.helpers.stores import check_manager
 
 LAYOUT = LinkingLayout(8, 16, 24, "model", "float32", 63, 4096)
 SECRET = b"of the instance"
@@ -108,12 +107,9 @@ def test_a_front_that_is_too_long() -> None:
 
 
 @pytest.mark.parametrize("client", [Client(reason="error"), Client(reason="abort"), Client(error=OSError("dead"))])
-async def test_what_goes_wrong_is_an_error_and_leaves_nothing(client: Client) -> None:
-    manager = PICManager(LAYOUT, compiler(client))
+async def test_what_goes_wrong_is_an_error(client: Client) -> None:
     with pytest.raises(EncoderError, match="vLLM did not compile it"):
-        await manager.acquire([WantedDocument("key", (7, 8, 9))])
-    assert not manager.pool.entries
-    check_manager(manager)
+        await compiler(client).submit("key", [7, 8, 9], HANDLE)
 
 
 async def test_documents_that_are_asked_for_together_are_in_one_batch() -> None:
