@@ -17,7 +17,6 @@ pytest.importorskip("vllm")
 pytestmark = [pytest.mark.vllm, pytest.mark.slow]
 
 PROGRAM = """
-import sys
 from types import SimpleNamespace
 import torch
 from vllm.compilation import breakable_cudagraph as breakable
@@ -27,8 +26,6 @@ breakable._weak_ref_capture_arg = lambda argument: argument
 class Capture(breakable.BreakableCUDAGraphCapture):
     def _begin_segment(self): self._capturing = True
     def _end_segment(self): self._capturing = False
-if sys.argv[1:] == ["control"]:
-    breakable.eager_break_during_capture = lambda function: function
 
 from comb_serving.vllm import OP, block
 documents = []
@@ -43,17 +40,13 @@ documents.append(3)
 for segment in capture.segments:
     segment()
 assert hidden.tolist() == [3, 3], "a replay lacks its documents"
-print("seen")
 """
 
 
-@pytest.mark.parametrize("control", [False, True], ids=["breakable", "control: no break point"])
-def test_a_replay_sees_the_documents_of_its_step(control: bool) -> None:
+def test_a_replay_sees_the_documents_of_its_step() -> None:
     root = Path(__file__).parents[2]
     path = os.pathsep.join([str(root), str(root / "serving"), *filter(None, [os.environ.get("PYTHONPATH")])])
     environment = {**os.environ, "PYTHONPATH": path, "VLLM_USE_BREAKABLE_CUDAGRAPH": "1"}
-    command = [sys.executable, "-c", PROGRAM, *(["control"] if control else [])]
+    command = [sys.executable, "-c", PROGRAM]
     done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
-    assert done.returncode == control, done.stderr[-3000:]
-    assert ("seen" in done.stdout) != control
-    assert ("no break point" in done.stderr) == control
+    assert done.returncode == 0, done.stderr[-3000:]
