@@ -43,11 +43,8 @@ class DocumentPool:
         front_tokens: of an adapter's link tokens, which lie behind the blocks like a document (`put_front`).
 
     Attributes:
-        layers: attention layers with a cache, by name.
         states: of the model's linear layers; None where they aren't linked.
-        rows: [slots, width of all layers], a token's in the order of the layers, as vLLM's cache has them.
-        bytes_per_token: over all layers of this rank.
-        columns: each layer's, in there.
+        rows: [slots, width of all layers], each layer's in its `columns`, as vLLM's cache has them.
         kept: where documents are kept that have left it.
         looks: where what questions look at is to be heard.
 

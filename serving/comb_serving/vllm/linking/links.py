@@ -35,7 +35,6 @@ class RequestLink:
     length: int  # of the prompt
     layout: LinkingLayout  # of the pool
     key: str = ""  # of the document of a request that compiles it, which is its salt in the prefix cache
-    found: bool = False  # whether the documents are segments that nobody has marked
     interior: Range | None = None  # of that document in its prompt, if its states are to be captured
     exact: int = 0  # tokens of its prompt that the prefix cache had when it came
     chosen: list[int] | None = None  # document tokens to be computed again, once the question's look has said
@@ -113,7 +112,7 @@ def link_of(request: Any, capability: Capability, layout: LinkingLayout, started
         raise ValueError(f"documents here are compiled for {started.name}, and not for {method.name}")
     link = RequestLink(
         request.request_id, name_of(token_of(request)), method, spans, handles, len(prompt), layout, capability.salt,
-        capability.found, snapshot=capability.snapshot,
+        snapshot=capability.snapshot,
     )  # fmt: skip
     if method is None:
         if len(spans) != 1 or sum(spans[0]) != link.length:

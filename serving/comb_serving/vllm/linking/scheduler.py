@@ -50,7 +50,7 @@ class LinkingScheduler(CheckedScheduler):
             return capability
         link = link_of(request, capability, self.connector.layout, self.connector.started)
         self.connector.links[request.request_id] = link
-        if link.found:
+        if capability.found:
             # by the hashes of plain prompts, which it still has
             _, exact, _ = self.kv_cache_manager.get_computed_blocks(request)
             link.go_behind(exact)
