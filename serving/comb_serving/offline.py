@@ -188,7 +188,7 @@ class LLM(vllm.LLM):
                 (ids,) = one.prompts or self.preprocessor.rendered(path, one).prompts
                 salt = {"cache_salt": one.salt} if one.salt else {}
                 prompts.append({"prompt_token_ids": ids, **salt})
-                tokens.append(one.signed(lease, "", self._secret) if one.needs_capability else None)
+                tokens.append(one.signed(lease, "", self._secret) if one.segments else None)
                 if tokens[-1] is not None:
                     parameters.extra_args = {**(parameters.extra_args or {}), KEY: tokens[-1]}
             outputs = super().generate(prompts, asked, lora_request=loras, **more)

@@ -28,10 +28,9 @@ def serve(context: typer.Context, **given: Any) -> None:
 
         engine = linking_options(options)
 
-    def ready(address: str) -> None:
-        typer.echo(f"comb: ready at {address}")
-
-    status = launch(options, context.args, engine=engine, on_ready=ready)
+    status = launch(
+        options, context.args, engine=engine, on_ready=lambda address: typer.echo(f"comb: ready at {address}")
+    )
     raise typer.Exit(status if status >= 0 else 128 - status)
 
 

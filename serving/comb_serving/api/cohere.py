@@ -163,11 +163,8 @@ class CohereWriter(AnswerRewriter):
         if call.get("id") or self._open is None or self._open[0] != "tool-call":
             yield from self._closed()
             self._open = ("tool-call", int(call.get("index", 0)))
-            made = {
-                "id": call.get("id"),
-                "type": "function",
-                "function": {"name": function.get("name"), "arguments": ""},
-            }
+            named = {"name": function.get("name"), "arguments": ""}
+            made = {"id": call.get("id"), "type": "function", "function": named}
             yield {"type": "tool-call-start", "index": self._open[1], "delta": {"message": {"tool_calls": made}}}
         if arguments := function.get("arguments"):
             delta = {"message": {"tool_calls": {"function": {"arguments": arguments}}}}

@@ -318,27 +318,28 @@ def as_rendered(messages: Sequence[Mapping[str, Any]], builder: PromptBuilder) -
                 del each["tools"]
         system = [each for each in found if each["role"] == "system"]
         if found[0] not in system or len(system) > 1:  # all of them as one in front
-            texts = []
-            for each in system:
-                parts = (
-                    each["content"]
-                    if isinstance(each["content"], list)
-                    else [{"type": "text", "text": each["content"]}]
-                )
-                if any(part.get("type") == "document" for part in parts):
-                    reason = "the template has no such place for these messages' documents: name them in a user's"
-                    raise RequestError(400, reason, param="messages")
-                texts.append("\n".join(str(part.get("text", "")) for part in parts))
-            first = {"role": "system", "content": "\n\n".join(filter(None, texts))}
+            if any(map(_has_documents, system)):
+                reason = "the template has no such place for these messages' documents: name them in a user's"
+                raise RequestError(400, reason, param="messages")
+            first = {"role": "system", "content": "\n\n".join(filter(None, map(_text_of, system)))}
             found = [first, *(each for each in found if each["role"] != "system")]
     for each in found:
-        # of tools, contents are texts; documents stand in lists
-        as_parts, content = in_parts and each["role"] != "tool", each["content"]
+        as_parts, content = in_parts and each["role"] != "tool", each["content"]  # of tools, contents are texts
         if isinstance(content, str) and as_parts:
             each["content"] = [{"type": "text", "text": content}]
-        elif isinstance(content, list) and not as_parts and not any(part["type"] == "document" for part in content):
-            each["content"] = "\n".join(str(part.get("text", "")) for part in content)
+        elif isinstance(content, list) and not as_parts and not _has_documents(each):
+            each["content"] = _text_of(each)
     return found
+
+
+def _has_documents(message: Mapping[str, Any]) -> bool:
+    content = message["content"]
+    return isinstance(content, list) and any(map(_is_document, content))
+
+
+def _text_of(message: Mapping[str, Any]) -> str:
+    content = message["content"]
+    return "\n".join(str(part.get("text", "")) for part in content) if isinstance(content, list) else str(content)
 
 
 def renders_alike(config: Any, tokenizer: Any) -> bool:

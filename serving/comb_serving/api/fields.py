@@ -12,6 +12,7 @@ from typing import Any
 
 from comb.documents.document import Document
 from comb.documents.messages import References, referenced_documents
+from comb.documents.rendering import TEMPLATE_RESERVED
 from comb.locks import lock_of
 from comb_serving.api.http import RequestError
 from comb_serving.pool.capability import KEY
@@ -150,6 +151,16 @@ def check_combinations(body: dict[str, Any]) -> None:
         raise RequestError(400, "add_special_tokens can't be combined with documents", param="add_special_tokens")
     if body.get("vllm_xargs") is not None and not isinstance(body["vllm_xargs"], dict):
         raise RequestError(400, "vllm_xargs is an object", param="vllm_xargs")
+
+
+def template_arguments(body: Mapping[str, Any]) -> dict[str, Any]:
+    """What a chat's body sets of its template."""
+    arguments = body.get("chat_template_kwargs") or {}
+    if not isinstance(arguments, dict):
+        raise RequestError(400, "chat_template_kwargs is an object", param="chat_template_kwargs")
+    if reserved := sorted(TEMPLATE_RESERVED & set(arguments)):
+        raise RequestError(400, f"chat_template_kwargs can't set {reserved[0]!r}", param="chat_template_kwargs")
+    return arguments
 
 
 def references_of(messages: Sequence[dict[str, Any]]) -> References:

@@ -64,6 +64,7 @@ class ServerFront:
                     layout = LinkingLayout.read(folder)
                     method = LinkMethod.parse(options.method)
                     encoders = EngineCompiler(layout, method, secret, keeps=options.has_tiers)
+                    reports = ReportReceiver(folder)
             except FileNotFoundError as error:
                 made_of = "an adapter" if options.method is None else "a plain model that vLLM can link documents in"
                 reason = f"vLLM has made no pool in {folder}: does {options.checkpoint} hold {made_of}?"
@@ -72,7 +73,6 @@ class ServerFront:
                 layout, encoders, wait_seconds=options.wait_seconds, held_share=options.tenant_share,
                 pinned_share=options.pinned_share,
             )  # fmt: skip
-            reports = None if options.method is None else ReportReceiver(folder)
         builder = PromptBuilder(tokenizer_of(options), chat_template_kwargs=options.chat_template_kwargs)
         if manager is not None and isinstance(encoders, EngineCompiler):
             finder = None
@@ -125,8 +125,7 @@ class ServerFront:
 
     def fault(self) -> str | None:
         """Why documents can't be had, and won't be soon."""
-        needed = self.encoders is not None and self.preprocessor.linking
-        return self.encoders.fault() if self.encoders is not None and needed else None
+        return self.encoders.fault() if self.encoders is not None and self.preprocessor.linking else None
 
     async def stop(self) -> None:
         """Ends encoder processes, and what is under way."""

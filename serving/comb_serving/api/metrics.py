@@ -28,7 +28,6 @@ class CombCollector:
         self.preprocessor, self.encoders, self.options = preprocessor, encoders, options
 
     def collect(self) -> Iterator[Metric]:
-        """All series."""
         counters, manager, options = self.preprocessor.counters, self.preprocessor.manager, self.options
         for name, text, counted in (
             ("documents", "documents of requests and ways into the pool", counters.documents),

@@ -34,14 +34,14 @@ from comb_serving.api.http import (
     send_json,
     with_body,
 )
-from comb_serving.api.preprocessor import salted, with_capability
+from comb_serving.api.preprocessor import salted
 from comb_serving.api.response import LEFT, RequestLogEntry, ResponseWriter, cached_and_made, error_events, report
 from comb_serving.config.instance import READY, read_secret
 from comb_serving.config.serve_options import ServeOptions, instance_dir
 from comb_serving.encoding.protocol import EncoderError
 from comb_serving.manager.leases import Lease, PoolFullError, PoolPinnedError, TenantQuotaError
 from comb_serving.manager.manager import NO_PLACE
-from comb_serving.pool.capability import name_of
+from comb_serving.pool.capability import KEY, name_of
 
 logger = logging.getLogger(__name__)
 
@@ -315,10 +315,11 @@ class CombMiddleware:
             if lease is not None and prepared.unlinked is None:  # found text is counted by itself
                 preprocessor.counters.count_hits(lease.documents)
             body = prepared.body
-            if prepared.needs_capability:
-                token = prepared.signed(lease, entry.id, self.secret)
-                body = with_capability(path, body, token, entry.id)
             if prepared.segments:
+                token = prepared.signed(lease, entry.id, self.secret)
+                body = {**body, "vllm_xargs": {**(body.get("vllm_xargs") or {}), KEY: token}}
+                if path == routes.RESPONSES:  # whose name doesn't come from the header
+                    body["request_id"] = f"resp_{entry.id}"
                 # without a lease they are in the prompt, and in vLLM's own usage
                 documents = () if lease is None else lease.documents
                 tokens = sum(each.handle.tokens for each in documents)

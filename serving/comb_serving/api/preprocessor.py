@@ -24,13 +24,12 @@ from comb.cache.store import PICacheStore
 from comb.documents.catalog import KeyedSegment
 from comb.documents.document import Prompt, PromptBuilder
 from comb.documents.messages import References
-from comb.documents.rendering import TEMPLATE_RESERVED
 from comb.model.config import CombConfig
 from comb_serving.api import conversation, fields
 from comb_serving.api.choice import INLINED, MethodChoice
 from comb_serving.api.http import MAX_VALUES, RequestError
 from comb_serving.api.registered import RegisteredDocuments
-from comb_serving.api.routes import COMPLETIONS, MESSAGES, RESPONSES
+from comb_serving.api.routes import COMPLETIONS, MESSAGES
 from comb_serving.config.serve_options import ServeOptions
 from comb_serving.encoding.compiler import Loras
 from comb_serving.linking.methods import LinkMethod, Range
@@ -38,7 +37,7 @@ from comb_serving.manager.counters import Counters
 from comb_serving.manager.leases import Lease, TenantQuotaError, WantedDocument
 from comb_serving.manager.manager import PICManager
 from comb_serving.manager.sightings import Sightings
-from comb_serving.pool.capability import KEY, MARK, Capability, digest, pack
+from comb_serving.pool.capability import MARK, Capability, digest, pack
 
 logger = logging.getLogger(__name__)
 
@@ -77,11 +76,6 @@ class PreprocessedRequest:
         """Of a request whose segments were found, with none of them linked: as it came."""
         assert self.unlinked is not None
         return PreprocessedRequest(self.unlinked, self.method, self.about, lora=self.lora)
-
-    @property
-    def needs_capability(self) -> bool:
-        """Whether it goes with a capability: vLLM could lose its documents, or the prompt that they stand in."""
-        return bool(self.segments)
 
     @property
     def salt(self) -> str:
@@ -382,18 +376,11 @@ class Preprocessor:
         if request.snapshot is not None:
             assert self.manager is not None
             assert self.sightings is not None
-            lease.take_snapshot(self.manager.hold([request.snapshot]))
+            beginning = self.manager.hold([request.snapshot])
+            lease.give_back.append(beginning.release)
+            lease.snapshot = next(iter(beginning.handles), None)
             if lease.snapshot is None:
                 self.sightings.note(request.snapshot)
-
-    def builder_for(self, body: dict[str, Any], builder: PromptBuilder | None = None) -> PromptBuilder:
-        """The builder with what a chat's body sets of its template. Raises RequestError."""
-        arguments = body.get("chat_template_kwargs") or {}
-        if not isinstance(arguments, dict):
-            raise RequestError(400, "chat_template_kwargs is an object", param="chat_template_kwargs")
-        if reserved := sorted(TEMPLATE_RESERVED & set(arguments)):
-            raise RequestError(400, f"chat_template_kwargs can't set {reserved[0]!r}", param="chat_template_kwargs")
-        return self._with_arguments(builder or self.builder, arguments)
 
     def _with_arguments(self, builder: PromptBuilder, arguments: Mapping[str, Any]) -> PromptBuilder:
         """The builder with a request's arguments before the server's own, put together as vLLM does."""
@@ -418,7 +405,8 @@ class Preprocessor:
             if not self.chats:
                 reason = "vLLM renders this model's chats in a way of its own: documents go with raw prompts"
                 raise RequestError(400, reason, param="documents")
-            messages, builder = conversation.messages_of(path, request.body), self.builder_for(request.body, builder)
+            messages, arguments = conversation.messages_of(path, request.body), fields.template_arguments(request.body)
+            builder = self._with_arguments(builder, arguments)
             if messages is None:
                 if not inside and not in_prompt and not self.exact_prefix:
                     return request  # vLLM renders it
@@ -479,12 +467,6 @@ def tokenizer_of(options: ServeOptions) -> Any:
     return load_tokenizer(checkpoint, SimpleNamespace(config=config))
 
 
-def with_capability(path: str, body: dict[str, Any], token: str, request_id: str) -> dict[str, Any]:
-    """The body with its capability, and the name of the request where that doesn't come from the header."""
-    name = {"request_id": f"resp_{request_id}"} if path == RESPONSES else {}
-    return {**body, **name, "vllm_xargs": {**(body.get("vllm_xargs") or {}), KEY: token}}
-
-
 def salted(body: dict[str, Any], tenant: str, keys: Sequence[str] = (), mark: str = "") -> dict[str, Any]:
     """The body with the prefix cache's salt of its tenant and documents in place of the client's.
 
@@ -502,5 +484,4 @@ def salted(body: dict[str, Any], tenant: str, keys: Sequence[str] = (), mark: st
 
 
 def wanted(segment: KeyedSegment, tenant: str, lora: str = "") -> WantedDocument:
-    """A document as the manager is asked for it."""
     return WantedDocument(segment.key, segment.token_ids, tenant, lora)

@@ -18,7 +18,6 @@ import typer
 INSTANCE_DIR, OPTIONS, ADMIN_KEY = "COMB_INSTANCE_DIR", "COMB_SERVE_OPTIONS", "COMB_ADMIN_KEY"
 
 _UNITS = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "t": 10**12, "ki": 2**10, "mi": 2**20, "gi": 2**30, "ti": 2**40}
-_SHARE = re.compile(r"\s*([0-9]+(?:\.[0-9]+)?)\s*%\s*")
 
 
 def parse_bytes(text: str) -> int:
@@ -31,7 +30,7 @@ def parse_bytes(text: str) -> int:
 
 def parse_share(text: str) -> float:
     """A share such as ``25%``, as a number above 0 and at most 1. Raises ValueError for anything else."""
-    found = _SHARE.fullmatch(text)
+    found = re.fullmatch(r"\s*([0-9]+(?:\.[0-9]+)?)\s*%\s*", text)
     if found is None or not 0 < float(found[1]) <= 100:
         raise ValueError(f"a share is above 0% and at most 100%, not {text!r}")
     return float(found[1]) / 100

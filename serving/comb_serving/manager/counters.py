@@ -24,7 +24,6 @@ class Histogram:
     total: float = 0.0
 
     def observe(self, seconds: float) -> None:
-        """Takes note of one."""
         self.counts[bisect_left(BOUNDS, seconds)] += 1
         self.total += seconds
 
@@ -48,9 +47,7 @@ class Counters:
     refused: int = 0  # requests
     prompt_tokens: Counter[tuple[str, str]] = field(default_factory=Counter)  # linked ones, by method and origin
     audits: Counter[tuple[str, str]] = field(default_factory=Counter)  # by method: "same" until answers have "parted"
-    found: Counter[tuple[str, str]] = field(
-        default_factory=Counter
-    )  # segments that nobody has marked, and their tokens
+    found: Counter[tuple[str, str]] = field(default_factory=Counter)  # segments nobody has marked, and their tokens
 
     def count_new(self, tokens: int) -> None:
         """One found segment of a prompt that isn't in the pool."""

@@ -95,8 +95,6 @@ class WantedDocument:
 
 @dataclass(frozen=True)
 class LeasedDocument:
-    """A document of a lease."""
-
     key: str
     handle: PoolHandle
     tier: str  # "pool" (it was there, or on its way there for someone else), "host", "disk", or one of `MADE`
@@ -121,11 +119,6 @@ class Lease:
     def handles(self) -> list[PoolHandle]:
         """What the worker needs."""
         return [document.handle for document in self.documents]
-
-    def take_snapshot(self, other: Lease) -> None:
-        """Takes the lease of the prompt's beginning over, which may be of nothing."""
-        self.snapshot = next(iter(other.handles), None)
-        self.give_back.append(other.release)
 
     def release(self) -> None:
         """Drops the references; a second call does nothing."""

@@ -59,7 +59,6 @@ class CombIngress:
         self._registering = asyncio.Lock()  # what a refusal puts back is no older than what others were told of
 
     async def __call__(self, request: Request) -> Response:
-        """Answers one request."""
         try:
             path = path_of(request.scope)
             if path == "/health":

@@ -92,7 +92,6 @@ class ReplicasConfig(BaseModel):
         return dict(pairwise(words)).get(flag)
 
     def command_of(self, replica: str) -> list[str]:
-        """What one replica runs."""
         return [*self.command, self.checkpoint, *(argument.replace(NAME, replica) for argument in self.arguments)]
 
 
