@@ -82,7 +82,7 @@ class Server:
         from comb_serving.api.metrics import CombCollector
 
         registry = CollectorRegistry()
-        registry.register(CombCollector(self.app.front().preprocessor, encoders, self.app.options))
+        registry.register(CombCollector(self.app.front().preprocessor, encoders, self.app.front().options))
         value: float | None = registry.get_sample_value(f"comb:{name}", labels)
         return value
 

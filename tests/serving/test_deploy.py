@@ -52,7 +52,7 @@ async def shown_by(server: Server) -> set[str]:
     preprocessor.counters.count_prompt("naive", LinkReport(1, 2, 3))
     registry = CollectorRegistry()
     encoders: Any = SimpleNamespace(waiting=0, restarts=0, kept_bytes={})
-    registry.register(CombCollector(preprocessor, encoders, server.app.options))
+    registry.register(CombCollector(preprocessor, encoders, server.app.front().options))
     return set(re.findall(r"^(comb:[a-z_]+)", generate_latest(registry).decode(), re.M))
 
 

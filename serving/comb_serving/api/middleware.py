@@ -57,8 +57,6 @@ class CombMiddleware:
 
     def __init__(self, app: App, *, front: ServerFront | None = None) -> None:
         self.app, self._front = app, front
-        self.options = ServeOptions.from_environment() if front is None else front.options
-        self.secret = read_secret(instance_dir()) if front is None else front.secret
         self._ending: set[asyncio.Task[None]] = set()
         self._starting: asyncio.Task[None] | None = None
         self._requests: set[asyncio.Task[Any]] = set()
@@ -112,7 +110,7 @@ class CombMiddleware:
     def front(self) -> ServerFront:
         """What the options ask for, started the first time. Raises ValueError if vLLM's worker has made no pool."""
         if self._front is None:
-            self._front = ServerFront.start(self.options, self.secret)
+            self._front = ServerFront.start(ServeOptions.from_environment(), read_secret(instance_dir()))
         return self._front
 
     def _end(self, server: Any) -> None:
@@ -124,8 +122,9 @@ class CombMiddleware:
 
     async def _drain(self, server: Any) -> None:
         """Takes no new requests, waits for the open ones, cuts off what is left, and ends uvicorn's `server`."""
-        logger.info("the server ends: %d requests have %g s", len(self._requests), self.options.drain_seconds)
-        deadline = time.monotonic() + self.options.drain_seconds
+        seconds = self.front().options.drain_seconds
+        logger.info("the server ends: %d requests have %g s", len(self._requests), seconds)
+        deadline = time.monotonic() + seconds
         while self._requests and self._patient and time.monotonic() < deadline:
             await asyncio.sleep(0.05)
         self._answering = False
@@ -212,20 +211,21 @@ class CombMiddleware:
             entry.log()
 
     async def _request(self, scope: Scope, receive: Receive, send: Send, entry: RequestLogEntry) -> None:
-        path, method, authorization = path_of(scope), scope["method"], header(scope, "authorization")
+        front, path, method = self.front(), path_of(scope), scope["method"]
+        authorization = header(scope, "authorization")
         for name in ("content-type", "content-length"):
             header(scope, name)  # refused when given twice
         # the key comes first: without one nobody makes the server read, parse or keep anything
-        routes.check_request(self.options, method, path, authorization)
+        routes.check_request(front.options, method, path, authorization)
         if path in routes.OPEN:
             await self.app(with_body(scope, b""), Connection(receive), send)
             return
-        raw = await read_body(receive, self.options.max_body_bytes)
-        preprocessor, tenant = self.front().preprocessor, routes.tenant_of(authorization)
+        raw = await read_body(receive, front.options.max_body_bytes)
+        preprocessor, tenant = front.preprocessor, routes.tenant_of(authorization)
         if path == routes.SWITCH:
             if method == "POST":
                 preprocessor.choice.switch(parse_object(raw))
-            state = own_routes.state(preprocessor, tenant, self.options.ranks)
+            state = own_routes.state(preprocessor, tenant, front.options.ranks)
             await send_json(scope, send, 200, json.dumps(state).encode())
             return
         connection, entry.tenant = Connection(receive), tenant
@@ -316,7 +316,7 @@ class CombMiddleware:
                 preprocessor.counters.count_hits(lease.documents)
             body = prepared.body
             if prepared.segments:
-                token = prepared.signed(lease, entry.id, self.secret)
+                token = prepared.signed(lease, entry.id, front.secret)
                 body = {**body, "vllm_xargs": {**(body.get("vllm_xargs") or {}), KEY: token}}
                 if path == routes.RESPONSES:  # whose name doesn't come from the header
                     body["request_id"] = f"resp_{entry.id}"
