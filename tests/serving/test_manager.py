@@ -1,4 +1,4 @@
-"""The PIC manager over encoders that a test answers for."""
+"""The PIC manager over encoders that a test answers for: who has what, and who waits for room, in order."""
 
 from __future__ import annotations
 
@@ -9,11 +9,21 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from comb_serving.api.routes import CHAT
+from comb_serving.config.serve_options import ServeOptions
 from comb_serving.encoding.protocol import EncoderError
-from comb_serving.manager.leases import DocumentsTooLargeError, Lease, PoolFullError, PoolPinnedError, WantedDocument
-from comb_serving.manager.manager import PICManager
+from comb_serving.manager.leases import (
+    DocumentsTooLargeError,
+    Lease,
+    PoolFullError,
+    PoolPinnedError,
+    WaitQueue,
+    WantedDocument,
+)
+from comb_serving.manager.manager import NO_PLACE, PICManager
 from comb_serving.pool.shared_pool import PoolLayout
-from tests.helpers.fakes import FakeEncoders
+from tests.helpers.fakes import FakeEncoders, until
+from tests.helpers.middleware_server import Server, chat
 from tests.helpers.stores import check_manager
 
 LAYOUT = PoolLayout(cross_layers=1, kv_heads=1, head_dim=2, num_blocks=8, block_size=4)
@@ -21,6 +31,11 @@ LAYOUT = PoolLayout(cross_layers=1, kv_heads=1, head_dim=2, num_blocks=8, block_
 
 def wanted(name: str, tokens: int = 4) -> WantedDocument:
     return WantedDocument(name, tuple(range(tokens)))
+
+
+async def steps() -> None:
+    for _ in range(6):
+        await asyncio.sleep(0)
 
 
 async def test_a_document_is_encoded_once_for_all_who_want_it() -> None:
@@ -233,80 +248,201 @@ async def test_the_check_notices() -> None:
 
 
 SIZES = {name: 1 + 5 * index for index, name in enumerate("abcdef")}
+NAMES = st.sampled_from("abcdef")
 STEPS = st.lists(
     st.one_of(
-        st.tuples(st.just("acquire"), st.lists(st.sampled_from("abcdef"), min_size=1, max_size=4)),
+        st.tuples(st.just("ask"), st.lists(NAMES, min_size=1, max_size=4)),
         st.tuples(st.just("hold"), st.just("abcdef")),
-        st.tuples(st.just("release"), st.integers(0, 20)),
-        st.tuples(st.just("cancel"), st.integers(0, 20)),
+        st.tuples(st.sampled_from(["release", "cancel"]), st.integers(0, 20)),
         st.tuples(st.just("answer"), st.sampled_from([True, True, False])),
-        st.tuples(st.sampled_from(["pin", "unpin", "remove", "expire"]), st.sampled_from("abcdef")),
+        st.tuples(st.sampled_from(["pin", "unpin", "remove", "expire"]), NAMES),
         st.tuples(st.just("later"), st.none()),
     ),
-    min_size=20,
+    min_size=10,
     max_size=60,
 )
 
 
-@settings(max_examples=120, deadline=None)
-@given(STEPS, st.sampled_from([0.0, 1000.0]))
-async def test_any_sequence_keeps_the_invariants(steps: list[tuple[str, Any]], wait_seconds: float) -> None:
-    now = 0.0
-    encoders = FakeEncoders(at_once=False)
-    manager = PICManager(LAYOUT, encoders, wait_seconds, clock=lambda: now)
-    tasks: list[asyncio.Task[Lease]] = []
-    leases: list[Lease] = []
+class Play:
+    """Requests of a test, in the order in which they came, and the naive truth about them.
 
-    async def settle() -> None:
-        for _ in range(4):
-            await asyncio.sleep(0)
-        for task in [task for task in tasks if task.done()]:
-            tasks.remove(task)
-            if not task.cancelled() and task.exception() is None:
-                leases.append(task.result())
-            elif not task.cancelled():
-                assert isinstance(
-                    task.exception(), PoolFullError | PoolPinnedError | EncoderError | DocumentsTooLargeError
-                )
+    With encoders that answer `at_once`, who waits does so for room: then nobody may be overtaken or forgotten.
+    """
+
+    def __init__(self, wait_seconds: float, *, at_once: bool) -> None:
+        self.now, self.encoders = 0.0, FakeEncoders(at_once)
+        self.manager = PICManager(LAYOUT, self.encoders, wait_seconds, clock=lambda: self.now)
+        self.tasks: list[tuple[asyncio.Task[Lease], set[str]]] = []
+        self.leases: list[Lease] = []
+
+    async def move(self, what: str, value: Any) -> None:
+        if what == "ask":
+            task = asyncio.create_task(self.manager.acquire([wanted(name, SIZES[name]) for name in value]))
+            self.tasks.append((task, set(value)))
+        elif what == "hold":
+            self.leases.append(self.manager.hold([wanted(name, SIZES[name]) for name in value]))
+            held = {document.handle for document in self.leases[-1].documents}
+            assert not held & {handle for _, handle, _ in self.encoders.open}
+        elif what == "release" and self.leases:
+            self.leases.pop(value % len(self.leases)).release()
+        elif what == "cancel" and self.tasks:
+            self.tasks[value % len(self.tasks)][0].cancel()
+        elif what == "answer" and self.encoders.open:
+            self.encoders.answer(error=None if value else "no")
+        elif what == "expire":
+            self.manager.set_expiry(value, 1.0)
+        elif what in ("pin", "unpin", "remove"):
+            getattr(self.manager, what)(value)
+        elif what == "later" and not self.encoders.at_once:  # time gives room, of which nobody is told
+            self.now += 1.0
+        await self.settle()
+
+    async def settle(self) -> None:
+        await steps()
+        check_manager(self.manager)
+        for place, (task, names) in reversed(list(enumerate(self.tasks))):
+            if not task.done():
+                continue
+            del self.tasks[place]
+            if task.cancelled() or task.exception() is not None:
+                assert task.cancelled() or isinstance(task.exception(), NO_PLACE)
+                continue
+            self.leases.append(task.result())
+            # who came before and still waits was overtaken: only by one who took no room
+            hits = all(document.tier == "pool" for document in task.result().documents)
+            waiting = self.encoders.at_once and any(not earlier.done() for earlier, _ in self.tasks[:place])
+            assert hits or not waiting, names
         # whoever has a lease has blocks that nobody else has
         owner: dict[int, str] = {}
-        for lease in leases:
-            for document in lease.documents:
-                for block in document.handle.blocks:
-                    assert owner.setdefault(block, document.key) == document.key
-        check_manager(manager)
+        for document in (document for lease in self.leases for document in lease.documents):
+            for block in document.handle.blocks:
+                assert owner.setdefault(block, document.key) == document.key
+        if self.tasks and self.encoders.at_once:
+            assert not self.fits(self.tasks[0][1]), "the first in line could go on, but nobody has woken it"
 
-    for what, value in steps:
-        if what == "acquire":
-            tasks.append(asyncio.create_task(manager.acquire([wanted(name, SIZES[name]) for name in value])))
-        elif what == "hold":
-            leases.append(manager.hold([wanted(name, SIZES[name]) for name in value]))
-            assert not {document.handle for document in leases[-1].documents} & {
-                handle for _, handle, _ in encoders.open
-            }
-        elif what == "release" and leases:
-            leases.pop(value % len(leases)).release()
-        elif what == "cancel" and tasks:
-            tasks[value % len(tasks)].cancel()
-        elif what == "answer" and encoders.open:
-            encoders.answer(error=None if value else "no")
-        elif what == "expire":
-            manager.set_expiry(value, 1.0)
-        elif what in ("pin", "unpin", "remove"):
-            getattr(manager, what)(value)
-        elif what == "later":
-            now += 1.0
-        await settle()
-    while encoders.open or leases:
-        while encoders.open:
-            encoders.answer()
-        await settle()  # who now has room asks the encoders in turn
-        while leases:
-            leases.pop().release()
-        await settle()
-    assert not tasks  # whoever waited for room had it
-    assert manager.references == manager.waiting == 0
+    def fits(self, names: set[str]) -> bool:
+        """Whether there is room for documents: free blocks, and those of documents that nobody wants to keep."""
+        manager = self.manager
+        missing = sum(LAYOUT.blocks_for(SIZES[name]) for name in names if not manager.lookup(name))
+        loose = [e for e in manager.pool.entries.values() if not (e.references or e.key in manager.index.pins)]
+        return missing <= len(manager.free_blocks) + sum(e.size for e in loose if e.key not in names)
+
+    async def end(self) -> None:
+        """Everybody who waits gets what they want once the others end: nobody starves, in as many rounds at most."""
+        for name in SIZES:
+            while self.manager.unpin(name):
+                pass
+        await self.settle()
+        for _ in range(len(self.tasks) + 2):
+            while self.encoders.open:
+                self.encoders.answer()
+            await self.settle()
+            while self.leases:
+                self.leases.pop().release()
+            await self.settle()
+        assert not self.tasks
+        assert self.manager.references == self.manager.waiting == len(self.manager.queue) == 0
+        for name in SIZES:
+            self.manager.remove(name)
+        assert len(self.manager.free_blocks) == LAYOUT.num_blocks
+
+
+async def play(moves: list[tuple[str, Any]], wait_seconds: float = 1000.0, *, at_once: bool = True) -> None:
+    game = Play(wait_seconds, at_once=at_once)
+    for what, value in moves:
+        await game.move(what, value)
+    await game.end()
+
+
+@settings(max_examples=350, deadline=None)
+@given(STEPS, st.sampled_from([0.0, 1000.0]), st.booleans())
+async def test_any_sequence_keeps_the_invariants_and_nobody_is_forgotten_overtaken_or_starved(
+    moves: list[tuple[str, Any]], wait_seconds: float, at_once: bool
+) -> None:
+    await play(moves, wait_seconds, at_once=at_once)
+
+
+async def test_the_property_would_notice_a_lost_wake_up_and_who_overtakes(monkeypatch: pytest.MonkeyPatch) -> None:
+    with monkeypatch.context() as faulty:
+        faulty.setattr(WaitQueue, "wake", lambda self: None)
+        with pytest.raises(AssertionError, match="nobody has woken it"):
+            await play([("ask", ["f"]), ("ask", ["e"]), ("release", 0)])
+    monkeypatch.setattr(WaitQueue, "__len__", lambda self: 0)
+    with pytest.raises(AssertionError):
+        await play([("ask", ["c"]), ("ask", ["f"]), ("ask", ["b"])])
+
+
+async def test_waiting_is_bounded_and_a_pin_that_no_release_moves_is_refused_at_once() -> None:
+    manager = PICManager(LAYOUT, FakeEncoders(), wait_seconds=0.05)
+    lease = await manager.acquire([wanted("a", 20)])
+    with pytest.raises(PoolFullError, match=r"within 0.05 s"):
+        await manager.acquire([wanted("b", 20)])
+    manager.wait_seconds = 1000.0
+    waiting = asyncio.create_task(manager.acquire([wanted("b", 20)]))
+    await steps()
+    assert (len(manager.queue), waiting.done()) == (1, False)
+    manager.pin("a")
+    with pytest.raises(PoolPinnedError, match="pinned documents"):
+        await manager.acquire([wanted("c", 20)])
+    lease.release()
+    with pytest.raises(PoolPinnedError):  # it came into the way while this one waited
+        await waiting
+    (await manager.acquire([wanted("a", 20), wanted("c", 12)])).release()
     check_manager(manager)
-    for name in SIZES:
-        manager.remove(name)
-    assert len(manager.free_blocks) == LAYOUT.num_blocks
+
+
+async def test_hits_pass_those_who_wait_for_room_but_not_for_ever() -> None:
+    manager = PICManager(LAYOUT, FakeEncoders(), wait_seconds=1000.0)
+    held = [await manager.acquire([wanted("a", 4)])]
+    large = asyncio.create_task(manager.acquire([wanted("z", 32)]))
+    await steps()
+    small = asyncio.create_task(manager.acquire([wanted("b", 4)]))
+    for waited in (0.0, 450.0):
+        manager.queue._waiters[0].since -= waited
+        held.append(await manager.acquire([wanted("a", 4)]))
+    assert not small.done()  # there is room for it, but not its turn
+    manager.queue._waiters[0].since -= 51.0  # more than half of the time that it may wait
+    late = asyncio.create_task(manager.acquire([wanted("a", 4)]))
+    await steps()
+    assert not late.done()
+    for lease in held:
+        lease.release()
+    (await large).release()
+    for task in (small, late):
+        (await task).release()
+    assert manager.references == 0
+    check_manager(manager)
+
+
+async def test_over_http_a_request_waits_then_answers_and_one_that_leaves_is_gone() -> None:
+    server = Server(wait_seconds=30.0)
+    server.echo.gate, leave = asyncio.Event(), asyncio.Event()
+    first = asyncio.create_task(server.chat(documents=[{"token_ids": [1] * 60}], stream=True))
+    await until(lambda: server.echo.bodies)
+    assert (await server.chat(documents=[{"token_ids": [3] * 50}])).status == 200  # beside it there is room
+    two = chat(documents=[{"token_ids": [index] * 40} for index in (4, 5)])
+    leaving = asyncio.create_task(server.post(CHAT, two, leave=leave))
+    await until(lambda: len(server.manager.queue) >= 1)
+    waiting = asyncio.create_task(server.chat(documents=[{"token_ids": [2] * 64}]))
+    await until(lambda: len(server.manager.queue) >= 2)
+    leave.set()
+    assert (await leaving).status is None
+    assert (await waiting).states == ["encoded"]  # its turn has come, and there is room for it
+    server.echo.gate.set()
+    await first
+    server.check_idle()
+
+
+async def test_full_of_documents_in_use_is_429_with_retry_after_when_the_wait_is_over() -> None:
+    server = Server(wait_seconds=0.05)
+    server.echo.gate = asyncio.Event()
+    first = asyncio.create_task(server.chat(documents=[{"token_ids": [1] * 60}], stream=True))
+    await until(lambda: server.echo.bodies)
+    server.echo.gate, gate = None, server.echo.gate
+    full = await server.chat(documents=[{"token_ids": [index] * 40} for index in (4, 5)])
+    assert (full.status, full.headers["retry-after"]) == (429, "2")
+    gate.set()
+    await first
+    server.check_idle()
+    with pytest.raises(ValueError, match="wait_seconds"):
+        ServeOptions("x", wait_seconds=-1)
