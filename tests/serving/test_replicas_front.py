@@ -79,7 +79,9 @@ class Front:
     def documents(self) -> list[set[str]]:
         return [server.documents for server in self.servers]
 
-    async def send(self, method: str, path: str, body: Any = None, prefix: str = "", key: str = "alice") -> Answer:
+    async def send(
+        self, method: str, path: str, body: Any = None, prefix: str = "", key: str | None = "alice", **options: Any
+    ) -> Answer:
         from starlette.requests import Request
 
         async def app(scope: Any, receive: Any, send: Any) -> None:
@@ -87,7 +89,7 @@ class Front:
             scope |= {"path": unquote(whole), "raw_path": whole.encode(), "root_path": prefix}
             await (await self.ingress(Request(scope, receive)))(scope, receive, send)
 
-        return await Client(app, key).send(method, path, body)
+        return await Client(app, key).send(method, path, body, **options)
 
 
 @asynccontextmanager
@@ -307,6 +309,18 @@ async def test_the_key_comes_before_the_body(monkeypatch: pytest.MonkeyPatch) ->
         assert not any(request.startswith("POST") for request in front.servers[0].asked)
         assert (await front.send("POST", CHAT, {"documents": []}, key="carol")).status == 200
         assert (await front.send("GET", "/v1/models", key="bob")).status == 200  # whom it tells, the server says
+
+
+async def test_a_sender_is_its_key_and_a_path_what_it_stands_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    async with started(monkeypatch) as front:
+        spelled, asked = [(b"authorization", b"bearer zoe")], {"id": "a", "text": "A."}
+        assert (await front.send("POST", "/v1/%64ocuments", asked, key=None, more=spelled)).status == 200
+        assert front.documents == [{"a"}, {"a"}]
+        assert (await front.send("DELETE", f"{DOCUMENTS}/a", key="zoe")).status == 200
+        assert front.registrations[-1].missing({}) == ({}, [])
+        for name in (b"authorization", b"x-request-id", b"content-type"):
+            twice = [(name, b"a"), (name, b"b")]
+            assert (await front.send("POST", CHAT, {"documents": []}, more=twice)).status == 400
 
 
 async def test_a_route_prefix_is_not_passed_on(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -56,8 +56,6 @@ class Handler(BaseHTTPRequestHandler):
     def do_POST(self):
         body = json.loads(self.rfile.read(int(self.headers["content-length"])))
         if unquote(self.path) == "/v1/documents":
-            if body["text"] == "refused" and options["--name"] == "replica-1":
-                return self.answer(429, {"error": {"message": "full"}})
             name = body.get("id", "made-" + body["text"])
             documents[self.key(name)] = body
             return self.answer(200, {"id": name, "state": "encoded"})
@@ -176,7 +174,7 @@ def test_settings_come_from_files_and_command_lines() -> None:
     found = ReplicasConfig.model_validate(given)
     assert (found.replicas, found.gpus, found.load_floor) == (3, 2.0, 8)
     assert found.command_of("replica-1")[-5:] == ["c", "--comb-disk", "/a b/replica-1", "-tp", "2"]
-    assert found.disk_of("replica-1") == Path("/a b/replica-1")
+    assert (found.disk_of("replica-1"), found.max_body_bytes) == (Path("/a b/replica-1"), 2**24)
     written = ReplicasConfig.model_validate({"checkpoint": "c", "arguments": "--comb-disk /a=b/{replica}"})
     assert written.disk_of("replica-1") == Path("/a=b/replica-1")
     given = {"checkpoint": "c", "arguments": ["--port-like", 3]}
@@ -251,28 +249,6 @@ def test_the_same_documents_go_to_the_same_replica_unchanged(url: str) -> None:
         assert answer.headers["x-kept"] == "yes"
 
 
-def test_a_sender_is_its_key_and_a_path_what_it_stands_for(url: str) -> None:
-    def send(path: str, body: bytes, *headers: tuple[str, str]) -> int:
-        connection = http.client.HTTPConnection(url.removeprefix("http://"), timeout=60)
-        connection.putrequest("POST", path)
-        for name, value in (*headers, ("content-length", str(len(body)))):
-            connection.putheader(name, value)
-        connection.endheaders(body)
-        answer = connection.getresponse()
-        answer.read()
-        connection.close()
-        return answer.status
-
-    spelled = ("authorization", "bearer zoe")
-    assert send("/v1/%64ocuments", b'{"text": "x", "id": "spelled"}', spelled) == 200
-    for address in addresses(url).values():
-        assert ask(address, "GET", "/v1/documents/spelled", key="zoe")[0] == 200
-    assert ask(url, "DELETE", "/v1/documents/spelled", key="zoe")[0] == 200
-    for name in ("authorization", "x-request-id", "content-type"):
-        assert send(CHAT, b'{"documents": []}', spelled, (name, "a"), (name, "b")) == 400
-    assert send(CHAT, b" " * (2**24 + 1), spelled) == 413
-
-
 def test_too_many_requests_for_one_replica_spill(url: str, gate: Path) -> None:
     home, each = chat(url, "hot")["name"], addresses(url)
     other = {"replica-0": "replica-1", "replica-1": "replica-0"}[home]
@@ -308,7 +284,6 @@ def test_a_request_that_breaks_a_server_off_is_not_sent_to_others(url: str) -> N
     status, answer = ask(url, "POST", CHAT, {"documents": ["poison"]})
     assert status == 503
     assert "broke off" in answer["error"]["message"]
-    assert ask(url, "GET", "/metrics")[0] == 404
     assert chat(url, "0")
 
 
@@ -324,13 +299,11 @@ def test_registered_documents_are_everywhere_also_after_restarts(url: str, gate:
 
     assert [add("x")[0], add("y")[0], add("x", "hers", key="bob")[0]] == [200] * 3
     assert ask(url, "POST", "/v1/documents", {"text": "no id"})[1]["id"] == "made-no id"
-    # refused by one of them: registered nowhere
-    assert add("r", "refused")[0] == 429
     assert ask(url, "DELETE", "/v1/documents/y")[0] == 200
     assert ask(url, "DELETE", "/v1/documents/y")[0] == 404
     assert at_each() == {frozenset({"x", "made-no id"})}
     assert at_each("bob") == {frozenset({"x"})}
-    assert [ask(url, "GET", f"/v1/documents/{name}")[0] for name in "xry"] == [200, 404, 404]
+    assert [ask(url, "GET", f"/v1/documents/{name}")[0] for name in "xy"] == [200, 404]
 
     places = {text: chat(url, text)["name"] for text in map(str, range(9))}
     before = chat(url, "0")
