@@ -61,22 +61,6 @@ async def test_usage_beside_a_piece_of_a_stream_is_of_its_prompt() -> None:
         assert (found["prompt_tokens"], found["prompt_tokens_details"]["cached_tokens"]) == (tokens, cached)
 
 
-@pytest.mark.parametrize("per_request", [True, False])
-async def test_encoder_off_puts_documents_into_the_prompt_as_method_full_does(per_request: bool) -> None:
-    server = Server(encoder=per_request)
-    off = {"comb": {"encoder": False}} if per_request else {}
-    answer = await server.chat(**off)
-    (got,) = server.echo.bodies
-    assert got["kv_transfer_params"]["prompt_token_ids"] == list(BUILDER.build(ASKED, SEGMENTS).flat)
-    assert documents_of(got) == []
-    assert answer.states == ["inlined", "inlined"]
-    assert answer.json["comb"]["encoder"] is False
-    assert server.encoders.asked == []
-    await server.post(COMPLETIONS, {"prompt": "Where?", "documents": DOCUMENTS, **off})
-    flat = [token for segment in SEGMENTS for token in segment]
-    assert server.echo.bodies[1]["prompt"] == [list(BUILDER.complete("Where?", [flat]).flat)]
-
-
 async def test_completions_take_texts_and_ids(server: Server) -> None:
     for prompt in ("Where?", ["Where?", [5, 6]], [5, 6, 7]):
         answer = await server.post(COMPLETIONS, {"prompt": prompt, "documents": DOCUMENTS[1:]})
@@ -206,29 +190,33 @@ async def test_a_body_that_is_nested_too_deeply_is_refused(path: str, depth: int
 
 
 WAYS: dict[str, dict[str, Any]] = {
+    CHAT: {"messages": [{"role": "user", "content": "Where?"}]},
+    COMPLETIONS: {"prompt": "Where?"},
     RESPONSES: {"input": [{"role": "user", "content": [{"type": "input_text", "text": "Where?"}]}]},
     MESSAGES: {"messages": [{"role": "user", "content": "Where?"}], "max_tokens": 1},
 }
 
 
 @pytest.mark.parametrize("path", WAYS)
-@pytest.mark.parametrize("encoder", [True, False])
-async def test_the_other_ways_to_ask_have_the_same_prompt(path: str, encoder: bool) -> None:
+@pytest.mark.parametrize(("encoder", "comb"), [(True, {}), (False, {}), (True, {"encoder": False})])
+async def test_each_way_to_ask_has_the_builders_prompt(path: str, encoder: bool, comb: dict[str, bool]) -> None:
+    """With the encoder off, documents stand in it as method ``full`` has them."""
     server = Server(encoder=encoder)
-    answer = await server.post(path, {**WAYS[path], "documents": DOCUMENTS})
+    answer = await server.post(path, {**WAYS[path], "documents": DOCUMENTS, "comb": comb})
     assert answer.status == 200, answer.body
-    (got,) = server.echo.bodies
-    built = BUILDER.build("Where?", SEGMENTS)
+    (got,), encoder = server.echo.bodies, encoder and not comb
+    built = (BUILDER.complete if path == COMPLETIONS else BUILDER.build)("Where?", SEGMENTS)
     ids = list(built.bare if encoder else built.flat)
-    assert got["kv_transfer_params"] == {"prompt_token_ids": ids}
-    assert len(documents_of(got)) == (2 if encoder else 0)
+    assert [ids] == (got["prompt"] if path == COMPLETIONS else [got["kv_transfer_params"]["prompt_token_ids"]])
+    assert len(documents_of(got)) == len(server.encoders.asked) == (2 if encoder else 0)
+    assert answer.json["comb"]["encoder"] is encoder
     found = Capability.verify(got["vllm_xargs"][KEY], SECRET)
     assert found.prompts == (digest(ids),)
     assert found.request_id
     if path == RESPONSES:  # whose name the engine takes from the body
         assert got["request_id"] == f"resp_{found.request_id}"
     assert answer.states == ["encoded" if encoder else "inlined"] * 2
-    if encoder:
+    if server.manager is not None:
         server.check_idle()
 
 

@@ -145,9 +145,6 @@ class ServeOptions:
         for name in ("ranks", "pool_block", "max_body_bytes", "max_documents"):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name} must be at least 1, not {getattr(self, name)}")
-        for name in ("tenant_share", "tenant_pinned_share"):
-            if not 0 < (getattr(self, name) or 1.0) <= 1:
-                raise ValueError(f"{name} is a share of the pool, above 0 and at most 1, not {getattr(self, name)}")
         if not 0 <= self.audit <= 1:
             raise ValueError(f"audit is a share of requests, 0 to 1, not {self.audit}")
         for each in fields(self):
@@ -159,8 +156,6 @@ class ServeOptions:
         for name in ("wait_seconds", "drain_seconds"):
             if not 0 <= getattr(self, name) < math.inf:
                 raise ValueError(f"{name} is a number of seconds, >= 0, not {getattr(self, name)}")
-        if self.host_bytes < 0 or (self.disk_bytes or 0) < 0:
-            raise ValueError(f"sizes are in bytes, >= 0, not {self.host_bytes} and {self.disk_bytes}")
         if self.disk_bytes is not None and self.disk_path is None:
             raise ValueError("--comb-disk-bytes is the size of a folder, and none is given: name it with --comb-disk")
 
