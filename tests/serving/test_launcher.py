@@ -156,7 +156,8 @@ def test_signals_and_crashes(tmp_path: Path, number: signal.Signals) -> None:
     folders = [folder for folder in root.iterdir() if (folder / LOCK).exists()]
     assert len(folders) == 1
     assert folders[0].stat().st_mode & 0o077 == 0
-    assert remove_abandoned(root) == []  # its owner lives
+    remove_abandoned(root)
+    assert folders[0].exists()  # its owner lives
     launcher.send_signal(number)
     assert launcher.wait(30) == (7 if number == signal.SIGTERM else -signal.SIGKILL)
     wait_until_gone(pid)

@@ -7,12 +7,12 @@ import json
 import os
 import signal
 import sys
-import time
 import urllib.error
 import urllib.request
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +21,7 @@ import pytest
 from comb_serving.api.registered import FOLDER
 from comb_serving.api.routes import WEIGHTS
 from comb_serving.launch.server_process import free_port
+from tests.helpers import processes
 
 # Ray Serve gives up on its HTTP proxy after five seconds, less than its processes take to start on a busy machine
 os.environ.setdefault("RAY_SERVE_PROXY_READY_CHECK_TIMEOUT_S", "60")
@@ -28,6 +29,7 @@ pytest.importorskip("ray.serve")
 pytestmark = [pytest.mark.ray, pytest.mark.slow]
 
 CHAT = "/v1/chat/completions"
+wait_for = partial(processes.wait_for, seconds=120, step=0.2)
 PROGRAM = """
 import json, os, sys, time
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -123,14 +125,6 @@ def both_up(url: str) -> bool:
 def addresses(url: str) -> dict[str, str]:
     """Of the servers, by replica."""
     found: dict[str, str] = ask(url, "GET", "/health")[1].get("replicas", {})
-    return found
-
-
-def wait_for(condition: Callable[[], Any], seconds: float = 120) -> Any:
-    deadline = time.monotonic() + seconds
-    while not (found := condition()):
-        assert time.monotonic() < deadline, "it doesn't come to pass"
-        time.sleep(0.2)
     return found
 
 
@@ -311,7 +305,7 @@ def test_registered_documents_are_everywhere_also_after_restarts(url: str, gate:
     kept = gate.with_name(before["name"]) / FOLDER
     kept.mkdir(parents=True)
     os.kill(before["pid"], signal.SIGKILL)
-    assert wait_for(lambda: answered(url, "0"), 10)["name"] != before["name"]
+    assert wait_for(lambda: answered(url, "0"), seconds=10)["name"] != before["name"]
     assert all(chat(url, text)["name"] in places.values() for text in places)
     assert add("meanwhile")[0] == 200
     again = wait_for(lambda: found if (found := chat(url, "0"))["name"] == before["name"] else None)

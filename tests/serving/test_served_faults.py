@@ -51,14 +51,10 @@ def kill_now_and_then(
             if pid is not None and pid not in killed:
                 os.kill(pid, signal.SIGKILL)
                 killed.append(pid)
-        wait_for(lambda: good(answers) > max(10, len(answers) / 2 + CLIENTS), 200)
+        wait_for(lambda: sum(status == 200 for _, (status, _) in answers) > max(10, len(answers) / 2 + CLIENTS), 200)
     finally:
         ended.set()
     return killed
-
-
-def good(answers: list[tuple[list[str], Any]]) -> int:
-    return sum(status == 200 for _, (status, _) in answers)
 
 
 def keep_asking(served: Served, seed: int, answers: list[tuple[list[str], Any]], ended: threading.Event) -> None:

@@ -96,11 +96,9 @@ def own_disk(path: str | None, seconds: float) -> Iterator[tuple[int, ...]]:
         os.close(lock)
 
 
-def make_secret(folder: Path) -> bytes:
+def make_secret(folder: Path) -> None:
     """What the front signs with and the engine verifies: it stays in the folder, which only this user can enter."""
-    secret = secrets.token_bytes(32)
-    (folder / SECRET).write_bytes(secret)
-    return secret
+    (folder / SECRET).write_bytes(secrets.token_bytes(32))
 
 
 def read_secret(folder: Path) -> bytes:
@@ -111,8 +109,8 @@ def read_secret(folder: Path) -> bytes:
         raise ValueError(f"{folder} is no instance's folder: start one with `comb serve`") from error
 
 
-def remove_abandoned(root: Path) -> list[Path]:
-    """Removes this user's instance folders whose owner is gone; returns them."""
+def remove_abandoned(root: Path) -> None:
+    """Removes this user's instance folders whose owner is gone."""
     removed = []
     for folder in root.glob(f"{PREFIX}*"):
         with contextlib.suppress(OSError):  # another user's, or just being removed
@@ -128,7 +126,6 @@ def remove_abandoned(root: Path) -> list[Path]:
                 os.close(lock)
     if removed:
         logger.warning("removed what killed servers had left: %s", ", ".join(map(str, removed)))
-    return removed
 
 
 def note_segments(folder: Path) -> None:
