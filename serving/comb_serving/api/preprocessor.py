@@ -259,13 +259,9 @@ class Preprocessor:
                 self.sightings.note(document)
         if not there:
             return request.plain, None
-        kept = [place for place, segment in enumerate(request.segments) if segment.key in there]
-        (spans,) = request.spans
-        return replace(
-            request,
-            segments=tuple(request.segments[place] for place in kept),
-            spans=(tuple(spans[place] for place in kept),),
-        ), lease
+        placed = zip(request.segments, *request.spans, strict=True)
+        segments, spans = zip(*((segment, span) for segment, span in placed if segment.key in there), strict=True)
+        return replace(request, segments=segments, spans=(spans,)), lease
 
     def check(self, body: Mapping[str, Any]) -> None:
         """Refuses a body for its names and sizes alone, whatever it asks for. Raises RequestError (400)."""
