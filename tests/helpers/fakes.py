@@ -88,7 +88,10 @@ class Echo:
         if asked.get("stream"):
             await self._stream(receive, send, usage)
         else:
-            await self._send(send, json.dumps({"got": asked, "usage": usage}).encode(), b"application/json")
+            whole = json.dumps({"got": asked, "usage": usage}).encode()
+            headers = [(b"content-type", b"application/json"), (b"content-length", str(len(whole)).encode())]
+            await send({"type": "http.response.start", "status": 200, "headers": headers})
+            await send({"type": "http.response.body", "body": whole})
 
     async def _stream(self, receive: Any, send: Any, usage: dict[str, int]) -> None:
         await send({"type": "http.response.start", "status": 200, "headers": [(b"content-type", b"text/event-stream")]})
@@ -110,11 +113,6 @@ class Echo:
                 if left:
                     return
         await send({"type": "http.response.body", "body": b""})
-
-    async def _send(self, send: Any, body: bytes, kind: bytes) -> None:
-        headers = [(b"content-type", kind), (b"content-length", str(len(body)).encode())]
-        await send({"type": "http.response.start", "status": 200, "headers": headers})
-        await send({"type": "http.response.body", "body": body})
 
 
 @dataclass

@@ -74,16 +74,18 @@ class Server:
         """The answer to a chat over `DOCUMENTS`, or over others."""
         return await self.post(CHAT, chat(**more), key)
 
-    def sample(self, name: str, encoders: Any = None, **labels: str) -> float | None:
-        """A value of /metrics."""
-        pytest.importorskip("prometheus_client", reason="comes with vLLM")
-        from prometheus_client import CollectorRegistry
-
+    def registry(self, encoders: Any = None) -> Any:
+        """What /metrics shows of it."""
+        prometheus_client = pytest.importorskip("prometheus_client", reason="comes with vLLM")
         from comb_serving.api.metrics import CombCollector
 
-        registry = CollectorRegistry()
+        registry = prometheus_client.CollectorRegistry()
         registry.register(CombCollector(self.app.front().preprocessor, encoders, self.app.front().options))
-        value: float | None = registry.get_sample_value(f"comb:{name}", labels)
+        return registry
+
+    def sample(self, name: str, encoders: Any = None, **labels: str) -> float | None:
+        """A value of /metrics."""
+        value: float | None = self.registry(encoders).get_sample_value(f"comb:{name}", labels)
         return value
 
     def check_idle(self) -> None:

@@ -41,18 +41,14 @@ async def test_the_dashboard_asks_for_our_series_as_they_are() -> None:
 
 async def shown_by(server: Server) -> set[str]:
     """The series of a server that has answered a tenant's request and audited one."""
-    from prometheus_client import CollectorRegistry, generate_latest
+    from prometheus_client import generate_latest
 
-    from comb_serving.api.metrics import CombCollector
-
-    preprocessor = server.app.front().preprocessor
     assert (await server.chat("alice")).status == 200
-    preprocessor.counters.count_audit("naive", 3, 4)
-    preprocessor.counters.count_new(3)
-    preprocessor.counters.count_prompt("naive", LinkReport(1, 2, 3))
-    registry = CollectorRegistry()
-    encoders: Any = SimpleNamespace(waiting=0, restarts=0, kept_bytes={})
-    registry.register(CombCollector(preprocessor, encoders, server.app.front().options))
+    counters = server.manager.counters
+    counters.count_audit("naive", 3, 4)
+    counters.count_new(3)
+    counters.count_prompt("naive", LinkReport(1, 2, 3))
+    registry = server.registry(SimpleNamespace(waiting=0, restarts=0, kept_bytes={}))
     return set(re.findall(r"^(comb:[a-z_]+)", generate_latest(registry).decode(), re.M))
 
 
