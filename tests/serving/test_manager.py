@@ -125,23 +125,6 @@ async def test_a_failed_document_fails_its_waiters_and_nobody_else() -> None:
     check_manager(manager)
 
 
-async def test_a_client_that_leaves_while_waiting_gives_back_everything() -> None:
-    encoders = FakeEncoders(at_once=False)
-    manager = PICManager(LAYOUT, encoders)
-    leaving = asyncio.create_task(manager.acquire([wanted("a", 32)]))
-    await asyncio.sleep(0)
-    await asyncio.sleep(0)
-    leaving.cancel()
-    await asyncio.gather(leaving, return_exceptions=True)
-    assert manager.references == 0
-    manager.remove("a")
-    assert len(manager.free_blocks) == 0  # the encoder still writes there
-    encoders.answer()
-    await asyncio.sleep(0)
-    assert len(manager.free_blocks) == LAYOUT.num_blocks
-    check_manager(manager)
-
-
 async def test_removed_in_use_and_expired() -> None:
     now = 0.0
     encoders = FakeEncoders()

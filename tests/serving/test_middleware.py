@@ -359,22 +359,6 @@ async def test_what_an_answer_says_is_not_taken_for_the_streams_own_lines(server
     assert [("comb" in event) for event in events[:-1]] == [True, False, False]
 
 
-async def test_a_client_that_leaves_mid_stream_or_while_waiting_holds_nothing(server: Server) -> None:
-    server.echo.gate, leave = asyncio.Event(), asyncio.Event()
-    streaming = asyncio.create_task(server.post(CHAT, chat(stream=True), leave=leave))
-    await until(lambda: server.manager.references and server.echo.bodies)
-    assert server.manager.references == 2
-    leave.set()
-    await streaming
-    server.check_idle()
-    server.encoders.at_once, leave = False, asyncio.Event()
-    waiting = asyncio.create_task(server.post(CHAT, chat(documents=["another"]), leave=leave))
-    await until(lambda: server.manager.waiting > 0)
-    leave.set()
-    assert (await waiting).status is None
-    assert len(server.echo.bodies) == 1
-
-
 async def test_an_aborted_request_keeps_its_blocks_until_the_engine_knows(server: Server) -> None:
     known = asyncio.Event()
     application = SimpleNamespace(state=SimpleNamespace(engine_client=SimpleNamespace(is_sleeping=known.wait)))
