@@ -75,7 +75,7 @@ def test_every_field_is_said_in_a_chats_words() -> None:
 def test_what_a_chat_cannot_say_is_refused(more: dict[str, Any], param: str) -> None:
     with pytest.raises(RequestError) as found:
         as_chat({**ASK, **more})
-    assert json.loads(found.value.body)["error"]["param"] == param
+    assert found.value.error["param"] == param
 
 
 def completion(finish: str, **message: Any) -> dict[str, Any]:

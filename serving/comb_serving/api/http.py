@@ -34,8 +34,7 @@ class RequestError(Exception):
         super().__init__(message)
         self.status, self.message = status, message
         kind = TYPES.get(status, "InternalServerError")
-        error = {"message": message, "type": kind, "param": param, "code": status}
-        self.body = json.dumps({"error": error}).encode()
+        self.error = {"message": message, "type": kind, "param": param, "code": status}
         self.headers = {} if retry_after is None else {"retry-after": str(retry_after)}
 
 

@@ -152,7 +152,7 @@ class CombMiddleware:
         fault = SHUTDOWN if self._shutdown is not None else fault
         if fault is not None:
             error = RequestError(503, f"documents can't be read: {fault}")
-            await send_json(scope, send, error.status, error.body)
+            await send_json(scope, send, error.status, routes.error_body(path_of(scope), error))
             return
 
         async def named(message: Message) -> None:

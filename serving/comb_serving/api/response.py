@@ -41,7 +41,7 @@ def error_events(path: str, error: RequestError) -> bytes:
     if path in (MESSAGES, RESPONSES, COHERE):
         body = json.dumps({"type": "error", **json.loads(error_body(path, error))})
         return f"\n\nevent: error\ndata: {body}\n\n".encode()
-    return b"\n\ndata: " + error.body + b"\n\ndata: [DONE]\n\n"
+    return b"\n\ndata: " + error_body(path, error) + b"\n\ndata: [DONE]\n\n"
 
 
 def cached_and_made(link: LinkReport, lease: Lease) -> tuple[int, int]:

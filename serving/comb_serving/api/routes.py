@@ -46,8 +46,8 @@ def is_ours(path: str) -> bool:
 def error_body(path: str, error: RequestError) -> bytes:
     """An error as a route's clients read it: OpenAI's object, or Anthropic's."""
     if path not in (MESSAGES, COUNT):
-        return error.body
-    said = {**json.loads(error.body)["error"], "type": _ANTHROPIC.get(error.status, "api_error")}
+        return json.dumps({"error": error.error}).encode()
+    said = {**error.error, "type": _ANTHROPIC.get(error.status, "api_error")}
     return json.dumps({"type": "error", "error": said}).encode()
 
 
