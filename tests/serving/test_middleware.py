@@ -189,6 +189,13 @@ async def test_a_body_that_is_nested_too_deeply_is_refused(path: str, depth: int
     assert not server.echo.bodies
 
 
+async def test_no_depth_of_a_body_makes_a_500(server: Server) -> None:
+    """What json still reads it may not write any more, from deeper in the stack."""
+    for depth in range(800, 1000, 2):
+        nested = json.dumps(chat())[:-1] + f', "user": {"[" * depth + "]" * depth}}}'
+        assert (await server.post(CHAT, nested.encode())).status in (200, 400), depth
+
+
 WAYS: dict[str, dict[str, Any]] = {
     CHAT: {"messages": [{"role": "user", "content": "Where?"}]},
     COMPLETIONS: {"prompt": "Where?"},

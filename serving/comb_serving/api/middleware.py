@@ -371,6 +371,6 @@ def _as_request_error(error: BaseException) -> RequestError:
         return RequestError(429, str(error), param="documents", retry_after=after)
     if isinstance(error, EncoderError):
         return RequestError(503, f"the documents could not be encoded: {error}", param="documents", retry_after=10)
-    if isinstance(error, ValueError):
+    if isinstance(error, ValueError | RecursionError):  # the latter of a body nested nearly as deep as json reads one
         return RequestError(400, str(error))
     return RequestError(500, f"{type(error).__name__} in the server; see its log")
