@@ -9,6 +9,7 @@ from __future__ import annotations
 import hashlib
 import logging
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -35,6 +36,7 @@ from comb.files import TEMPORARY_PREFIX, failed_to_write, is_abandoned, share_we
 logger = logging.getLogger(__name__)
 
 SUFFIX = ".gguf"
+_JOIN = "join them first (llama.cpp's `llama-gguf-split --merge FIRST JOINED.gguf`), and name that"
 _CHECKED = "2"  # in names of converted folders: what was converted before everything was checked isn't trusted
 
 
@@ -50,6 +52,8 @@ def gguf_file(path: Path) -> Path | None:
     if not path.is_dir() or (path / "config.json").exists():
         return None
     found = sorted(file for file in path.glob(f"*{SUFFIX}") if file.is_file())
+    if any(re.search(r"-\d{5}-of-\d{5}$", file.stem) for file in found):
+        raise OSError(f"{path} holds a model in several GGUF files: {_JOIN}")
     if len(found) > 1:
         raise OSError(f"{path} holds {len(found)} GGUF files: name one of {', '.join(file.name for file in found)}")
     return found[0] if found else None
@@ -135,10 +139,7 @@ def _reader(file: Path) -> Any:
         ) from error
     split = reader.get_field("split.count")
     if split is not None and (count := split.contents()) > 1:
-        raise OSError(
-            f"{file} is one of the {count} files of a model: join them first (llama.cpp's `llama-gguf-split --merge "
-            "FIRST JOINED.gguf`), and name that"
-        )
+        raise OSError(f"{file} is one of the {count} files of a model: {_JOIN}")
     return reader
 
 

@@ -25,6 +25,9 @@ def test_which_file_a_path_names(tmp_path: Path) -> None:
     (tmp_path / "b.gguf").write_bytes(b"GGUF")
     with pytest.raises(OSError, match=r"2 GGUF files: name one of a\.gguf, b\.gguf"):
         gguf_file(tmp_path)
+    (tmp_path / "m-00001-of-00002.gguf").write_bytes(b"GGUF")
+    with pytest.raises(OSError, match="holds a model in several GGUF files: join them first"):
+        gguf_file(tmp_path)
     (tmp_path / "config.json").write_text("{}")
     assert gguf_file(tmp_path) is None  # an ordinary model with such files beside it
     assert gguf_file(tmp_path / "config.json") is None
