@@ -80,19 +80,17 @@ class ScatteredRows:
 class ScatterLayer(DynamicLayer):
     """Keys and values [1, H, N, D] of one layer, at their final positions. `update` scatters instead of appending."""
 
-    def __init__(self, rows: ScatteredRows, keys: Tensor | None = None, values: Tensor | None = None) -> None:
+    keys: Tensor
+    values: Tensor
+
+    def __init__(self, rows: ScatteredRows, keys: Tensor, values: Tensor) -> None:
         super().__init__()
         self.rows = rows
-        if keys is not None and values is not None:
-            self.lazy_initialization(keys, values)
-            self.keys, self.values = keys, values
+        self.lazy_initialization(keys, values)
+        self.keys, self.values = keys, values
 
     def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
         """Writes keys and values [1, H, S, D] of the current rows; returns all that the last row may see."""
-        if not self.is_initialized:
-            self.lazy_initialization(key_states, value_states)
-            self.keys = key_states.new_zeros(*key_states.shape[:2], self.rows.length, key_states.shape[-1])
-            self.values = value_states.new_zeros(*value_states.shape[:2], self.rows.length, value_states.shape[-1])
         if self.keys.device != key_states.device:  # this layer's weights lie on another device than the embeddings
             self.keys, self.values = self.keys.to(key_states.device), self.values.to(key_states.device)
         where = self.rows.on(key_states.device)
@@ -227,10 +225,6 @@ class ScatterCache(Cache):
             raise LayerReached
         updated: tuple[Tensor, Tensor] = self.layers[layer_idx].update(key_states, value_states, *args, **kwargs)
         return updated
-
-    def dynamic(self, model: Any, length: int) -> DynamicCache:
-        """The first `length` tokens as an ordinary cache of `model`; see `ordinary_cache`."""
-        return ordinary_cache(model, [(layer.keys, layer.values) for layer in self.layers], length)
 
 
 def assemble(

@@ -18,7 +18,7 @@ from comb.backbones.forward import StageTimes, counted_passes
 from comb.backbones.identity import exclusive
 from comb.backbones.rotary import compile_limit, settle, why_length_dependent
 from comb.cache.picache import DecoderPICache, PICache
-from comb.linking.cache import ScatterCache, Span, assemble
+from comb.linking.cache import ScatterCache, Span, assemble, ordinary_cache
 from comb.linking.masks import masked_attention
 from comb.linking.passes import QueryAttention, compile_tokens, recompute, recompute_in_order
 from comb.linking.support import LinkSupport, find_support
@@ -194,7 +194,9 @@ class Linked(TakesFront):
             with times.timed("recompute"):
                 prompt.run(rows)
         kept = min(end, last)
-        state.past_key_values = cache.dynamic(self.backbone, kept) if kept else None
+        if kept:
+            layers = [(layer.keys, layer.values) for layer in cache.layers]
+            state.past_key_values = ordinary_cache(self.backbone, layers, kept)
         # a prompt that ends with a document has its last token computed by `generate`
         state.recomputed = (len(chosen) + (documents_end == last + 1 and last not in chosen),)
         return state
