@@ -20,7 +20,8 @@ from torch import Tensor, nn
 from transformers.cache_utils import DynamicLayer
 
 from comb.backbones.attention_calls import STAND_INS
-from comb.backbones.forward import counted_passes, empty_cache_of, run_decoder, takes_positions
+from comb.backbones.forward import empty_cache_of, run_decoder, takes_positions
+from comb.backbones.identity import identity_of
 from comb.backbones.transformers_private import attention_name
 from comb.hybrid.caches import attention_layers, read_state
 from comb.hybrid.compile import compile_segment
@@ -156,11 +157,8 @@ def linker_for(model: Any, support: HybridSupport) -> Callable[..., SequentialLi
     """`PackedLinker` where that gives what `SequentialLinker` gives, else that. The caller holds the model's lock."""
     if attention_name(model) in STAND_INS:
         return SequentialLinker  # MAC keeps the rows of a prompt in order, and doesn't know the packed pass's mask
-    known: tuple[HybridSupport, Callable[..., SequentialLinker]] | None = vars(model).get("_comb_linker")
-    if known is None or known[0] is not support:
-        with counted_passes():  # tokens that it is tried on are no prompt's
-            known = vars(model)["_comb_linker"] = support, _tried(model, support)
-    return known[1]
+    linker: Callable[..., SequentialLinker] = identity_of(model).fact("hybrid linker", lambda: _tried(model, support))
+    return linker
 
 
 def _tried(model: Any, support: HybridSupport) -> Callable[..., SequentialLinker]:
@@ -176,9 +174,8 @@ def _tried(model: Any, support: HybridSupport) -> Callable[..., SequentialLinker
         return SequentialLinker
     ids = made_up_tokens(model, _FRESH[-1][1] + sum(_SEGMENTS))
     fresh = [ids[first:last].tolist() for first, last in _FRESH]
-    seams = max(_SEAM, support.kernel - 1), _SEAM
     segments = [segment.tolist() for segment in ids[_FRESH[-1][1] :].split(_SEGMENTS)]
-    picaches = [compile_segment(model, support, "", segment, seams=seams) for segment in segments]
+    picaches = [compile_segment(model, support, "", segment, seams=support.seams(_SEAM)) for segment in segments]
 
     def linked(linker: Callable[..., SequentialLinker]) -> list[Tensor]:
         cache = link_segments(model, support, picaches, fresh, linker_type=linker).cache

@@ -18,7 +18,7 @@ from transformers.cache_utils import DynamicLayer, LinearAttentionAndFullAttenti
 from comb.backbones.forward import StateCache, empty_cache_of, keeps_nothing
 from comb.backbones.identity import exclusive, identity_of
 from comb.backbones.rotary import RotaryEmbedding, why_length_dependent
-from comb.hybrid.caches import attention_layers, new_cache, read_state, run, states_of
+from comb.hybrid.caches import attention_layers, new_cache, read_state, run
 from comb.hybrid.probe import LayerRun, TransitionProbe, watch_layers
 from comb.hybrid.scans import SCAN_READERS, listen
 from comb.hybrid.transition import Transition, TransitionError
@@ -174,7 +174,7 @@ def _try(model: Any) -> HybridSupport:
         raise UnmovableError(reason)
     numbers = sorted(whole.layers)
     stateful = [number for number in numbers if read_state(whole.cache, number)[1] is not None]
-    seen = states_by_position(model, stateful, partial(empty_cache_of, model), read_states)
+    seen = states_by_position(model, stateful, partial(empty_cache_of, model))
     sources = list(positions.sources)
     linear = {number: _linear_layer(model, whole, number, seen.get(number), step, sources) for number in numbers}
     check_shifts(sources)
@@ -220,9 +220,3 @@ def _linear_layer(
             "can't be moved to another position"
         )
     return LinearLayer(family, source, axis, kernel, rotation, state.dtype)
-
-
-def read_states(cache: Any, number: int) -> Tensor | None:
-    """Recurrent states [rows, H, ., .] of a layer over all rows, or None."""
-    _, states = states_of(cache, number)
-    return states if states is not None and states.ndim == 4 else None

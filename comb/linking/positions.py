@@ -301,13 +301,8 @@ class RotaryProbe:
 
 
 @torch.no_grad()
-def states_by_position(
-    model: Any,
-    numbers: Sequence[int],
-    new_cache: Callable[[], Any],
-    read_states: Callable[[Any, int], Tensor | None],
-) -> dict[int, Tensor]:
-    """The states that single tokens leave at several positions, [tokens, positions, ...] in float64.
+def states_by_position(model: Any, numbers: Sequence[int], new_cache: Callable[[], Any]) -> dict[int, Tensor]:
+    """The recurrent states that single tokens leave at several positions, [tokens, positions, ...] in float64.
 
     By the number of the linear layer, for those of `numbers` whose states have heads and key channels; none for a
     model that takes no positions. A pass for each position, over the same rows: kernels take the rows of a pass in
@@ -321,8 +316,8 @@ def states_by_position(
         cache = new_cache()
         run_decoder(model, tokens, cache, position_ids=torch.full_like(tokens, position))
         for number in numbers:
-            states = read_states(cache, number)
-            if states is not None:
+            states = cache.layers[number].recurrent_states[0]
+            if states.ndim == 4:
                 found.setdefault(number, []).append(states.double())
     return {number: torch.stack(states, dim=1) for number, states in found.items()}
 

@@ -23,7 +23,7 @@ from comb.hybrid.link import SequentialLinker
 from comb.hybrid.packed import PackedLinker
 from comb.hybrid.probe import TransitionProbe
 from comb.hybrid.scans import listen
-from comb.hybrid.support import find_hybrid_support, read_states, record
+from comb.hybrid.support import find_hybrid_support, record
 from comb.hybrid.transition import DenseTransition
 from comb.linking.positions import UnmovableError, explain_states, states_by_position
 from comb.methods.decode_state import DecodeState
@@ -102,7 +102,7 @@ def test_rows_of_a_pass_may_differ_by_rounding() -> None:
         model.model.layers[number].linear_attn.in_proj_qkvz.register_forward_hook(
             lambda _, __, out: out * (1 + 0.01 * torch.arange(len(out))[:, None, None])
         )
-    seen = states_by_position(model, linear, partial(empty_cache_of, model), read_states)
+    seen = states_by_position(model, linear, partial(empty_cache_of, model))
     assert list(seen) == linear
     for number, states in seen.items():
         assert error(states[1], states[0]) > 1e-2  # another token, in another row
@@ -259,13 +259,13 @@ def test_what_does_not_agree_is_linked_in_order(monkeypatch: pytest.MonkeyPatch)
     method, _ = pair("qwen3_next")
     with exclusive(method.backbone):
         assert packed.linker_for(method.backbone, method.support) is not SequentialLinker
-        vars(method.backbone).pop("_comb_linker")
+        identity_of(method.backbone)._facts.pop("hybrid linker")
         jump = SequentialLinker.jump
         late = lambda self, number, *rest: None if isinstance(self, PackedLinker) else jump(self, number, *rest)  # noqa: E731
         with monkeypatch.context() as broken:
             broken.setattr(SequentialLinker, "jump", late)
             assert packed.linker_for(method.backbone, method.support) is SequentialLinker
-        vars(method.backbone).pop("_comb_linker")
+        identity_of(method.backbone)._facts.pop("hybrid linker")
 
 
 def test_layers_are_as_before() -> None:
