@@ -48,9 +48,9 @@ class Tier(Generic[V]):
     used: int = 0  # of the budget, by entries and held ones
     counts: Counter[str] = field(default_factory=Counter)
 
-    def admits(self, size: int) -> bool:
-        """Whether something this large could ever be here."""
-        return self.budget is None or size <= self.budget
+    def takes(self, entry: IndexEntry[V]) -> bool:
+        """Whether an entry could ever be here."""
+        return self.budget is None or entry.size <= self.budget
 
     def touch(self, key: str) -> None:
         """Makes `key` the most recently used."""

@@ -171,8 +171,6 @@ class DecoderPICache(PICache):
     kind: ClassVar[str] = "decoder"
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "keys", tuple(self.keys))
-        object.__setattr__(self, "values", tuple(self.values))
         if not self.keys or len(self.keys) != len(self.values):
             raise ValueError(
                 "DecoderPICache expects one key and one value tensor per decoder layer, "

@@ -36,13 +36,6 @@ SCHEMES: dict[str, tuple[torch.dtype, float]] = {
 GROUP = 64  # numbers that share a step in four bits
 
 
-def check_scheme(scheme: object) -> str:
-    """`scheme` if it is known. Raises ValueError otherwise."""
-    if not isinstance(scheme, str) or scheme not in SCHEMES:
-        raise ValueError(f"quantize is one of {', '.join(SCHEMES)}, not {scheme!r}")
-    return scheme
-
-
 def quantize(tensor: Tensor, scheme: str, dim: int = -1) -> tuple[Tensor, Tensor]:
     """Data and scales of a floating tensor [..., channels].
 
@@ -50,9 +43,9 @@ def quantize(tensor: Tensor, scheme: str, dim: int = -1) -> tuple[Tensor, Tensor
     tensor's shape, but for `dim`, which has groups, and a last dimension of two.
 
     Raises:
-        ValueError: for an unknown scheme, values that are not finite, or four bits of an odd number of channels.
+        ValueError: for values that are not finite, or four bits of an odd number of channels.
     """
-    dtype, largest = SCHEMES[check_scheme(scheme)]
+    dtype, largest = SCHEMES[scheme]
     wide = tensor.float()
     if scheme == "int4":
         dim %= wide.ndim

@@ -153,7 +153,7 @@ class AcquiredPICaches(Mapping[str, PICacheRef], AbstractContextManager["Acquire
         """Adds claimed entries, found in `tier`, to the device and holds them, or raises and has changed nothing."""
         store, device = self._store, self._store._device
         for entry in entries:
-            if not device.admits(entry.size):
+            if not device.takes(entry):
                 raise PICacheTooLargeError(
                     f"the PICache {entry.key} has {entry.size} bytes, the whole device budget is "
                     f"{device.budget}; raise device_bytes, or split the document"

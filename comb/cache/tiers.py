@@ -32,10 +32,6 @@ class MemoryTier(Tier[Any]):
         super().__init__(budget)
         self.device = torch.device(device)
 
-    def takes(self, entry: StoreEntry) -> bool:
-        """Whether an entry could ever be kept here."""
-        return self.admits(entry.size)
-
     def put(self, entry: StoreEntry) -> StoreEntry:
         """Keeps an entry of another tier: what is kept, and its size. On disk None where that failed."""
         own = entry.value.to(self.device)
@@ -77,7 +73,7 @@ class DiskTier(Tier[Any]):
         return self.folder / f"{entry.key}{SUFFIX}"
 
     def takes(self, entry: StoreEntry) -> bool:
-        return math.isinf(entry.expires_at) and self.admits(entry.size)
+        return math.isinf(entry.expires_at) and super().takes(entry)
 
     def put(self, entry: StoreEntry) -> StoreEntry | None:
         data = serialize(entry.value, entry.key)

@@ -9,7 +9,7 @@ from typing import Any, TypeVar
 
 from comb.backbones.identity import backbone_of
 from comb.cache.picache import PICache
-from comb.cache.quantization import QuantizedPICache, check_scheme, quantize_picache
+from comb.cache.quantization import SCHEMES, QuantizedPICache, quantize_picache
 from comb.hybrid.caches import is_hybrid
 from comb.methods.base import LinkRequest, Method, MethodSpec
 from comb.methods.decode_state import DecodeState, PastState
@@ -133,7 +133,9 @@ class Quantized:
     link, keys_of = Method.link, Method.keys_of  # over the fingerprint and `link_row` of the wrapper
 
     def __init__(self, method: Method, scheme: str) -> None:
-        self.method, self.scheme = method, check_scheme(scheme)
+        if not isinstance(scheme, str) or scheme not in SCHEMES:
+            raise ValueError(f"quantize is one of {', '.join(SCHEMES)}, not {scheme!r}")
+        self.method, self.scheme = method, scheme
         if method.unquantizable:
             raise ValueError(
                 f"method {method.name!r} can't be quantised: it {method.unquantizable}; leave out quantize={scheme}"
