@@ -59,6 +59,11 @@ class PICache(ABC):
         """Bytes of all tensors."""
         return sum(tensor.nbytes for tensor in self.tensors().values())
 
+    @cached_property
+    def alive_nbytes(self) -> int:
+        """Bytes that its tensors keep alive: of one that was cut from another, all of that."""
+        return sum(tensor.untyped_storage().nbytes() for tensor in self.tensors().values())
+
     def to(self, device: torch.device | str) -> Self:
         """The same PICache on `device`; self if it is there already.
 

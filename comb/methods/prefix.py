@@ -8,7 +8,7 @@ On a hybrid a prefix is HYPIC's leading segment, kept whole (sec. 4.2).
 from __future__ import annotations
 
 import threading
-from collections import Counter, OrderedDict
+from collections import OrderedDict
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from itertools import chain
@@ -68,10 +68,14 @@ class PrefixCache:
     """The prefixes of one backbone, at most `PREFIX_BYTES`, least recently used first out; made by `prefixes_of`."""
 
     def __init__(self) -> None:
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()
         self._found: OrderedDict[tuple[tuple[str, ...], tuple[int, ...]], Prefix] = OrderedDict()
-        self._holders: Counter[int] = Counter()  # prefixes that share a piece, by its id
-        self.nbytes = 0
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes that all of them keep alive, each piece once."""
+        with self._lock:
+            return sum(piece.alive_nbytes for piece in set(chain(*(each.pieces for each in self._found.values()))))
 
     def find(self, model: Any, token_ids: Sequence[int], salt: str = "") -> tuple[Prefix, int]:
         """The prefix of these tokens, computed behind the longest beginning that is here, and how long that is.
@@ -97,13 +101,10 @@ class PrefixCache:
         with self._lock:
             if (name := (scope, wanted)) in self._found:
                 self._found.move_to_end(name)
-            elif sum(map(_storage, found.pieces)) <= PREFIX_BYTES:  # else used, but not kept
+            elif sum(piece.alive_nbytes for piece in found.pieces) <= PREFIX_BYTES:  # else used, but not kept
                 self._found[name] = found
-                for piece in found.pieces:
-                    self._holders[id(piece)] += 1
-                    self.nbytes += _storage(piece) if self._holders[id(piece)] == 1 else 0
                 while len(self._found) > _MOST or self.nbytes > PREFIX_BYTES:
-                    self._drop()
+                    self._found.popitem(last=False)
         return found, reused
 
     def _longest(self, scope: tuple[str, ...], wanted: tuple[int, ...]) -> Prefix:
@@ -122,26 +123,12 @@ class PrefixCache:
     def clear(self) -> None:
         """Forgets all of them."""
         with self._lock:
-            while self._found:
-                self._drop()
-
-    def _drop(self) -> None:
-        _, prefix = self._found.popitem(last=False)
-        for piece in prefix.pieces:
-            self._holders[id(piece)] -= 1
-            if not self._holders[id(piece)]:
-                del self._holders[id(piece)]
-                self.nbytes -= _storage(piece)
+            self._found.clear()
 
     # copies of the model, and pickles of it, have an empty one
 
     def __reduce__(self) -> tuple[type[PrefixCache], tuple[()]]:
         return PrefixCache, ()
-
-
-def _storage(piece: Any) -> int:
-    """Bytes that a piece keeps alive: of a cut one all that it was cut from."""
-    return sum(tensor.untyped_storage().nbytes() for tensor in piece.tensors().values())
 
 
 def prefixes_of(backbone: Any) -> PrefixCache:

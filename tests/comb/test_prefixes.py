@@ -95,13 +95,6 @@ def afresh(
     return state.logits
 
 
-def check_integrity(kept: caching.PrefixCache) -> None:
-    """What is counted is what is held, each piece once."""
-    pieces = {id(piece): piece for prefix in kept._found.values() for piece in prefix.pieces}
-    assert kept.nbytes == sum(map(caching._storage, pieces.values()))
-    assert set(kept._holders) == set(pieces)
-
-
 def error(left: Tensor, right: Tensor) -> float:
     return float((left - right).abs().max() / right.abs().max())
 
@@ -206,7 +199,6 @@ def test_a_new_head_is_found_as_far_as_it_begins_like_another(family: str, monke
         expected = afresh(method, picaches, monkeypatch, prefix)
         assert error(state.logits, expected) < EXACT
         assert error(again.logits, expected) < EXACT
-    check_integrity(prefixes_of(method.backbone))
 
 
 @pytest.mark.parametrize("spec", ["naive", "prefix"])
@@ -278,7 +270,6 @@ def test_memory_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     for prefix in every:
         linked(method, picaches, prefix[1:])
     assert len(prefixes_of(model)._found) == 3  # as many as there is room for
-    check_integrity(prefixes_of(model))
     prefixes_of(model).clear()
     assert prefixes_of(model).nbytes == 0
 
@@ -378,4 +369,3 @@ def test_threads_share_a_head() -> None:
     assert len(set(expected)) > 4
     for engine in engines:
         idle(engine.store)
-    check_integrity(engines[0].prefixes)
