@@ -28,8 +28,8 @@ from comb.hybrid.transition import (
     ElementwiseTransition,
     ScalarTransition,
     Transition,
-    TransitionError,
 )
+from comb.linking.positions import UnmovableError
 
 # the smallest log decay that a 32-bit state still shows
 _LEAST_LOG = math.log(torch.finfo(torch.float32).tiny)
@@ -146,7 +146,7 @@ class TransitionProbe:
         more of it over others, and nothing says in what form.
 
         Raises:
-            TransitionError: when the layer's states are not affine in the state before in any known form.
+            UnmovableError: when the layer's states are not affine in the state before in any known form.
         """
         random = torch.randn(self.zeros.shape, generator=torch.Generator().manual_seed(0)).to(self.zeros)
         (seen,), _ = self.response(random[None])
@@ -162,7 +162,7 @@ class TransitionProbe:
             off = (seen - transition.apply_on(random, axis)).flatten(1).norm(dim=1)
             if bool((off <= _FITS * kept)[telling].all()):
                 return family, axis
-        raise TransitionError(
+        raise UnmovableError(
             "the state of a linear layer doesn't follow from the state before it by a scalar, diagonal, elementwise "
             f"or dense transition ({type(self.call.module).__name__})"
         )

@@ -21,7 +21,7 @@ from comb.backbones.rotary import RotaryEmbedding, why_length_dependent
 from comb.hybrid.caches import attention_layers, new_cache, read_state, run
 from comb.hybrid.probe import LayerRun, TransitionProbe, watch_layers
 from comb.hybrid.scans import SCAN_READERS, listen
-from comb.hybrid.transition import Transition, TransitionError
+from comb.hybrid.transition import Transition
 from comb.linking.positions import (
     PositionMap,
     Rotation,
@@ -84,7 +84,7 @@ def find_hybrid_support(model: Any) -> HybridSupport:
         try:
             with exclusive(model):
                 return _try(model)
-        except (UnmovableError, TransitionError) as error:
+        except UnmovableError as error:
             return str(error)
         except (RuntimeError, TypeError, ValueError, KeyError, IndexError, AttributeError, AssertionError) as error:
             return f"its layers of states are read in no known way ({type(error).__name__}: {error})"

@@ -14,16 +14,13 @@ from typing import ClassVar, Self, TypeVar
 import torch
 from torch import Tensor
 
+from comb.linking.positions import UnmovableError
 from comb.registry import Registry
 
 Family = TypeVar("Family", bound="Transition")
 
 Rerotate = Callable[[Tensor], Tensor]
 """Re-rotates the key channels (the last axis) of [..., K] by one rotation R."""
-
-
-class TransitionError(ValueError):
-    """A transition that can't be read, or be re-rotated exactly."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -51,9 +48,9 @@ class Transition(ABC):
         """T of the same tokens at other positions, where keys are rotated inside of the layer.
 
         Raises:
-            TransitionError: when T doesn't commute with a rotation in this family, as in most.
+            UnmovableError: when T doesn't commute with a rotation in this family, as in most.
         """
-        raise TransitionError(
+        raise UnmovableError(
             f"rotary positions inside a linear layer with a {self.family} decay: the state of a segment can't be moved "
             "to another position"
         )

@@ -195,18 +195,14 @@ def _try(model: Any, name: str) -> LinkSupport | str:
                         recompute(model, found, ids, scattered, masks)
                 except (RuntimeError, TypeError, ValueError, KeyError, IndexError, AttributeError):
                     continue  # it doesn't take this form; the next one, or run by run
-                pairs = zip(_tensors(found), _tensors(expected), strict=True)
-                if all(distance(left, right) <= tolerance for left, right in pairs):
+                layers, parts = zip(found.layers, expected.layers, strict=True), ("keys", "values")
+                if all(distance(getattr(a, part), getattr(b, part)) <= tolerance for a, b in layers for part in parts):
                     return LinkSupport(positions, masks)
     except UnmovableError as error:
         return str(error)
     if positions.limit is not None:
         return "it takes no mask by position, and its rotary embedding depends on the prompt's length"
     return LinkSupport(positions, None)
-
-
-def _tensors(cache: ScatterCache) -> list[Tensor]:
-    return [tensor for layer in cache.layers for tensor in (layer.keys, layer.values) if tensor is not None]
 
 
 def made_up_tokens(model: Any, count: int) -> Tensor:

@@ -10,6 +10,7 @@ from itertools import chain
 from typing import Any, ClassVar
 
 import torch
+from torch.nn.utils.rnn import pad_sequence
 
 from comb.backbones.attention_calls import choose_attention
 from comb.backbones.forward import counted_passes
@@ -251,11 +252,8 @@ class Method(ABC):
 
     def tensors(self, rows: Sequence[Sequence[int]]) -> tuple[torch.Tensor, torch.Tensor]:
         """Token ids and attention mask, both [rows, longest row], left-padded, on the model's device."""
-        width = max(len(row) for row in rows)
-        ids = torch.zeros(len(rows), width, dtype=torch.long)
-        mask = torch.zeros(len(rows), width, dtype=torch.long)
-        for index, row in enumerate(rows):
-            ids[index, width - len(row) :] = torch.tensor(list(row), dtype=torch.long)
-            mask[index, width - len(row) :] = 1
+        tensors = [torch.tensor(list(row)) for row in rows]
+        ids = pad_sequence(tensors, batch_first=True, padding_side="left")
+        mask = pad_sequence([torch.ones_like(row) for row in tensors], batch_first=True, padding_side="left")
         device = self.backbone.get_input_embeddings().weight.device
         return on_device(ids, device), on_device(mask, device)

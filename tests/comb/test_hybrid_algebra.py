@@ -19,9 +19,8 @@ from comb.hybrid.transition import (
     ElementwiseTransition,
     ScalarTransition,
     Transition,
-    TransitionError,
 )
-from comb.linking.positions import PositionMap, Rotation
+from comb.linking.positions import PositionMap, Rotation, UnmovableError
 from tests.helpers.recurrences import dense_of, elementwise_recurrence, recurrence
 
 HEADS, KEYS, VALUES = 3, 12, 20
@@ -154,7 +153,7 @@ def test_states_turn_with_their_keys(family: str, exact: bool) -> None:
     assert (relative(moved, expected) < 1e-6) == exact
     assert relative(state, expected) > 0.1
     if family == "diagonal":
-        with pytest.raises(TransitionError, match="can't be moved"):
+        with pytest.raises(UnmovableError, match="can't be moved"):
             here.rerotated(turn(117))
         return
     assert (relative(here.rerotated(turn(117)).tensor, there.tensor) < 1e-6) == exact
