@@ -148,7 +148,7 @@ def _try(model: Any) -> HybridSupport:
             f"its cache has layers of kinds that can't be moved or composed: {', '.join(odd)} (sliding windows drop "
             "early tokens; indexed layers keep keys of their own)"
         )
-    check_decoder_alone(model, empty_cache_of(model))
+    check_decoder_alone(model)
     whole = record(model, made_up_tokens(model, _TOKENS).tolist(), _HEAD)
     if not whole.layers:
         raise UnmovableError("no layer of it leaves a state in its cache: it isn't a hybrid")
@@ -174,7 +174,7 @@ def _try(model: Any) -> HybridSupport:
         raise UnmovableError(reason)
     numbers = sorted(whole.layers)
     stateful = [number for number in numbers if read_state(whole.cache, number)[1] is not None]
-    seen = states_by_position(model, stateful, partial(empty_cache_of, model))
+    seen = states_by_position(model, stateful)
     sources = list(positions.sources)
     linear = {number: _linear_layer(model, whole, number, seen.get(number), step, sources) for number in numbers}
     check_shifts(sources)

@@ -21,7 +21,6 @@ from transformers.cache_utils import (
 )
 
 from comb.backbones.forward import keeps_nothing
-from comb.backbones.identity import identity_of
 from comb.cache.picache import DecoderPICache
 from comb.linking.positions import PositionMap
 from comb.waits import on_device
@@ -176,10 +175,7 @@ def ordinary_cache(model: Any, layers: Sequence[tuple[Tensor, Tensor]], length: 
 
     In their memory, with what stands behind as room; only what a sliding window shows is copied.
     """
-    # from the configuration, which takes transformers some 0.2 ms, once for each state of the weights
-    empty = identity_of(model).fact("empty cache", lambda: DynamicCache(config=model.config))
-    cache = copy.copy(empty)
-    cache.layers = [copy.copy(layer) for layer in empty.layers]
+    cache = DynamicCache(config=model.config)
     # behind them there may be places of layers that read the keys of others
     kept = [layer for layer in cache.layers if not keeps_nothing(layer)]
     for number, ((keys, values), layer) in enumerate(zip(layers, kept, strict=True)):

@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from transformers.cache_utils import DynamicCache
 
 from comb.backbones.discovery import decoder_layers, layer_input, position_count
-from comb.backbones.forward import keeps_nothing, run_decoder, takes_positions
+from comb.backbones.forward import empty_cache_of, keeps_nothing, run_decoder, takes_positions
 from comb.backbones.rotary import RotaryEmbedding, Turns, length_limit, rotary_embeddings, tabulated_embeddings
 from comb.waits import on_device
 
@@ -301,7 +301,7 @@ class RotaryProbe:
 
 
 @torch.no_grad()
-def states_by_position(model: Any, numbers: Sequence[int], new_cache: Callable[[], Any]) -> dict[int, Tensor]:
+def states_by_position(model: Any, numbers: Sequence[int]) -> dict[int, Tensor]:
     """The recurrent states that single tokens leave at several positions, [tokens, positions, ...] in float64.
 
     By the number of the linear layer, for those of `numbers` whose states have heads and key channels; none for a
@@ -313,7 +313,7 @@ def states_by_position(model: Any, numbers: Sequence[int], new_cache: Callable[[
     found: dict[int, list[Tensor]] = {}
     tokens = torch.tensor(_probe_ids(model)[:2])[:, None]
     for position in _probe_positions(model, length_limit(model)):
-        cache = new_cache()
+        cache: Any = empty_cache_of(model)
         run_decoder(model, tokens, cache, position_ids=torch.full_like(tokens, position))
         for number in numbers:
             states = cache.layers[number].recurrent_states[0]

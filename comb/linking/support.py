@@ -10,10 +10,10 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from transformers.cache_utils import Cache, DynamicCache
+from transformers.cache_utils import DynamicCache
 
 from comb.backbones.attention_calls import attention
-from comb.backbones.forward import decoder_of, keeps_nothing, run_decoder, takes_positions
+from comb.backbones.forward import decoder_of, empty_cache_of, keeps_nothing, run_decoder, takes_positions
 from comb.backbones.identity import exclusive, identity_of
 from comb.backbones.rotary import length_limit
 from comb.cache.picache import DecoderPICache
@@ -63,11 +63,8 @@ def check_keys_cached(model: Any) -> None:
         raise UnmovableError(reason)
 
 
-def check_decoder_alone(model: Any, cache: Cache) -> None:
+def check_decoder_alone(model: Any) -> None:
     """That nothing around a model's decoder changes what it reads, since documents are compiled by the decoder alone.
-
-    Args:
-        cache: an empty one.
 
     Raises:
         UnmovableError: when something does, with what is known of it.
@@ -85,7 +82,7 @@ def check_decoder_alone(model: Any, cache: Cache) -> None:
         model(input_ids=ids, use_cache=False)
     finally:
         hook.remove()
-    alone = run_decoder(model, ids, cache)
+    alone = run_decoder(model, ids, empty_cache_of(model))
     if heard and (heard[0].shape != alone.shape or distance(heard[0], alone) > tolerance_of(model)):
         raise UnmovableError("what stands around its decoder (a hook, a forward of your own) changes what that reads")
 
@@ -95,7 +92,7 @@ def _why_not_cached(model: Any) -> str:
     try:
         kinds = cache_kinds(model)
         with exclusive(model):
-            check_decoder_alone(model, DynamicCache(config=model.config))
+            check_decoder_alone(model)
             # beyond a window, where that is cheap: Moshi's cache has one, and its attention doesn't
             windows = [window for window in (getattr(layer, "sliding_window", None) for layer in kinds) if window]
             count = _QUERY + max(2, min((window for window in windows if window <= _SMALL_WINDOW), default=2))

@@ -24,17 +24,16 @@ NBYTES = 8 * TOKENS
 class Compiler:
     """Compiles key "k7" to a PICache full of sevens, and remembers what it was asked for."""
 
-    def __init__(self, tokens: int = TOKENS) -> None:
-        self.tokens = tokens
+    def __init__(self) -> None:
         self.compiled: list[str] = []
 
     def __call__(self, keys: Sequence[str]) -> list[TokenPICache]:
         self.compiled += keys
-        return [pic(key, self.tokens) for key in keys]
+        return [pic(key) for key in keys]
 
 
-def pic(key: str, tokens: int = TOKENS) -> TokenPICache:
-    return TokenPICache("fp", torch.full((tokens,), int(key[1:]), dtype=torch.int64))
+def pic(key: str) -> TokenPICache:
+    return TokenPICache("fp", torch.full((TOKENS,), int(key[1:]), dtype=torch.int64))
 
 
 def acquire(
