@@ -98,16 +98,6 @@ def test_what_is_found(name: str) -> None:
     assert support.step == (1 if name in NO_START else None)
 
 
-@pytest.mark.parametrize("name", MODELS)
-def test_one_document_is_full_recompute(name: str) -> None:
-    """P1. The control: another document gives other logits."""
-    model = model_of(name)
-    reference = logits(model, "full", [A])
-    assert error(logits(model, "hypic", [A]), reference) < EXACT
-    other = A[:20] + B[:1] + A[21:]
-    assert error(logits(model, "full", [other]), reference) > 20 * EXACT
-
-
 @pytest.mark.parametrize("front", [(), PRIMER], ids=["alone", "primed"])
 @pytest.mark.parametrize("name", RECURRENT)
 def test_first_layer_states_are_exact_for_any_order(name: str, front: Sequence[int]) -> None:
@@ -156,31 +146,6 @@ def test_the_convolution_needs_its_warm_up(name: str, w: int) -> None:
     exact = full_states(model, A + B + C + QUERY[:-1])[0]
     found = error(states_in(model, linked(model, row).cache)[0], exact)
     assert found < EXACT if w == least else found > 100 * EXACT
-    method: Any = methods.create(f"hypic:{w}", model)
-    assert method.seams == (least, w)
-
-
-@pytest.mark.parametrize("name", MODELS)
-def test_seams_that_cover_the_documents_are_full_recompute(name: str) -> None:
-    """P3, with a prefix and gaps. The control: seams of 8 tokens are not."""
-    model = model_of(name)
-    extra: dict[str, Any] = {"prefix_ids": ids(5, 7), "gaps": [ids(2, 8), []]}
-    reference = logits(model, "full", [A, B, C], **extra)
-    assert error(logits(model, "hypic:21", [A, B, C], **extra), reference) < EXACT
-    assert error(logits(model, "hypic", [A, B, C], **extra), reference) > 20 * EXACT
-
-
-@pytest.mark.parametrize("name", MODELS)
-def test_compiling_is_pure(name: str) -> None:
-    """P6: bit-identical when compiled again, after other work. The control: a prefix in front changes it."""
-    model = model_of(name)
-    first = compiled(model, [B], 8, 8)[0].tensors()
-    compiled(model, [A, C], 3, 8)
-    linked(model, compiled(model, [C], 8, 8))
-    again = compiled(model, [B], 8, 8)[0].tensors()
-    assert all(torch.equal(again[key], tensor) for key, tensor in first.items())
-    other = compiled(model, [A[:1] + B[1:]], 8, 8)[0].tensors()
-    assert not all(torch.equal(other[key], tensor) for key, tensor in first.items() if key != "token_ids")
 
 
 @pytest.mark.parametrize("name", MODELS)
@@ -258,22 +223,6 @@ def test_dense_transitions_are_the_product_of_the_tokens(name: str, tokens: int)
     assert float(torch.linalg.matrix_norm(fast.tensor, 2).amax()) <= 1 + 1e-5
     if tokens > 1:  # the control: earlier tokens on the left
         assert error(dense_of(gates.flip(0), betas.flip(0), keys.flip(0)).tensor, naive.tensor) > 1e-3
-
-
-@pytest.mark.parametrize("name", MODELS)
-def test_seams_token_by_token(name: str) -> None:
-    """P15: a scan's recurrent form (one token at a time) and its chunked form give the same link."""
-    model = model_of(name)
-    row = compiled(model, [A, B], 4, 4)
-    with exclusive(model):
-        support = find_hybrid_support(model)
-        fresh = [[], [], QUERY]
-        single = link_segments(model, replace(support, step=1), row, fresh)
-        chunked = link_segments(model, support, row, fresh)
-    for number, state in states_in(model, chunked.cache).items():
-        assert error(states_in(model, single.cache)[number], state) < EXACT
-    for number in support.attention:
-        assert error(single.cache.layers[number].keys, chunked.cache.layers[number].keys) < EXACT
 
 
 def without_rotation(support: HybridSupport) -> HybridSupport:

@@ -145,18 +145,12 @@ def test_portions_change_nothing(
 def test_embeddings_that_depend_on_the_length(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Short and long prompts in turn: the frequencies of one must not stick to the other."""
     model = model_of(family)
-    support = find_support(model)
-    assert support.positions.limit == 32
-    assert family != "dynamic_ntk" or methods.create("naive", model).max_segment_tokens == 31
     for documents in (DOCUMENTS, DOCUMENTS[:1], DOCUMENTS):
         reference = link(model, "full", documents, prefix=PREFIX).logits
         assert error(link(model, "legolink:99", documents, prefix=PREFIX).logits, reference) < 1e-4
         with monkeypatch.context() as patched:
             patched.setattr("comb.linking.passes._MAX_ROWS", 4)  # in portions, none of which is as long as the prompt
             assert error(link(model, "cacheblend:1.0", documents, prefix=PREFIX).logits, reference) < 1e-4
-    # and what is only moved gets the frequencies of the long prompt
-    short, long = (support.positions.sources[0].turns(torch.tensor([5]), length)[0] for length in (8, 120))
-    assert not torch.equal(short, long)
     with pytest.raises(ValueError, match="at most 31"):
         methods.create("naive", model).compile([list(range(3, 40))])
 
@@ -192,10 +186,7 @@ def test_cacheblend_chooses_by_deviation_from_the_right_keys_and_values() -> Non
     )
     documents = torch.tensor([p for span in spans for p in range(span.start, span.end)])
     expected = sorted(documents[deviation[documents].topk(8).indices].tolist())
-    chosen: list[list[int]] = []
-    inner = method.rule.choose
-    note = lambda *a, **k: chosen.append(inner(*a, **k)) or chosen[-1]  # noqa: E731
-    method.__dict__["rule"] = replace(method.rule, choose=note)
+    chosen = recorded(method)
     state = method.link(picaches, QUERY, prefix_ids=PREFIX)
     assert chosen == [expected]
     assert state.recomputed == (8,)
@@ -204,14 +195,6 @@ def test_cacheblend_chooses_by_deviation_from_the_right_keys_and_values() -> Non
         keys = state.past_key_values.layers[layer].keys
         assert error(keys, right.layers[layer].keys[:, :, : keys.shape[2]]) < 1e-4
     assert error(state.past_key_values.layers[3].keys, right.layers[3].keys[:, :, : length - 1]) > 1e-3
-
-
-def test_naive_without_rotation_is_something_else() -> None:
-    model = model_of("llama")
-    turned, unturned = (link(model, spec, prefix=PREFIX).logits for spec in ("naive", "naive:rotate=false"))
-    assert error(unturned, turned) > 1e-3
-    alone = link(model, "naive:rotate=false", DOCUMENTS[:1]).logits
-    assert error(alone, link(model, "full", DOCUMENTS[:1]).logits) < 1e-4  # at position zero there is nothing to turn
 
 
 def test_naive_is_a_forward_pass_under_a_block_diagonal_mask() -> None:
@@ -366,6 +349,15 @@ def test_rows_of_a_pass_may_differ_by_rounding() -> None:
         model.model.embed_tokens.register_forward_hook(lambda _, __, out: out + 0.1 * len(passes))
         with pytest.raises(UnmovableError, match="no rotary embedding"):  # what differs between passes is no rounding
             find_positions(model)
+
+
+def recorded(method: Any) -> list[list[int]]:
+    """What the method's rule chooses from now on."""
+    chosen: list[list[int]] = []
+    inner = method.rule.choose
+    note = lambda *a, **k: chosen.append(inner(*a, **k)) or chosen[-1]  # noqa: E731
+    method.rule = replace(method.rule, choose=note)
+    return chosen
 
 
 def spans_of(documents: Any, prefix: Any, query: Any) -> tuple[list[Span], Tensor, int]:

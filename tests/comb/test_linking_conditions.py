@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -18,8 +17,8 @@ from comb.backbones.forward import counted_passes
 from comb.backbones.tokenizer import PASSAGE
 from comb.engine.engine import PICEngine
 from comb.linking.support import find_support
-from comb.methods.linked import Linked, PromptLayout
-from tests.comb.test_linking import DOCUMENTS, FRONT, PREFIX, QUERY, error, link, model_of, spans_of
+from comb.methods.linked import Linked
+from tests.comb.test_linking import DOCUMENTS, FRONT, PREFIX, QUERY, error, link, model_of, recorded, spans_of
 from tests.helpers.byte_text import byte_llama, byte_tokenizer
 from tests.helpers.families import tiny
 from tests.helpers.hybrids import HYBRIDS, tiny_hybrid
@@ -71,18 +70,6 @@ def attention_of_query(model: Any) -> Tensor:
     finally:
         model.set_attn_implementation("sdpa")
     return torch.stack([layer.sum(dim=(0, 1, 2)) for layer in weights]).sum(0)
-
-
-def recorded(method: Any) -> list[list[int]]:
-    chosen: list[list[int]] = []
-    inner = method.rule.choose
-
-    def note(prompt: PromptLayout, **parameters: Any) -> list[int]:
-        chosen.append(inner(prompt, **parameters))
-        return chosen[-1]
-
-    method.rule = replace(method.rule, choose=note)
-    return chosen
 
 
 # ---- fronts: what is kept of them, what is exact, and where their tokens come from ----
@@ -217,9 +204,6 @@ def test_the_front_is_computed_once_for_all_documents() -> None:
     assert not torch.allclose(after[1].values[1], before[1].values[1], atol=1e-3)
 
 
-CACHED = ("naive", "legolink:4", "cacheblend:1.0", "prefix")
-
-
 def answer(state: Any, **kwargs: Any) -> list[int]:
     ids = state.generate(max_new_tokens=12, do_sample=False, eos_token_id=None, **kwargs)
     return ids[:, state.input_ids.shape[1] :].tolist()
@@ -343,7 +327,7 @@ def test_autocast_and_inference_mode_of_the_caller_change_nothing() -> None:
     assert answer(link(born_there, "legolink:4")) == answer(expected)
 
 
-@pytest.mark.parametrize("spec", CACHED)
+@pytest.mark.parametrize("spec", ["naive", "legolink:4", "cacheblend:1.0", "prefix"])
 @pytest.mark.parametrize("settings", [{"use_cache": False}, {"cache_implementation": "static"}, {"num_beams": 3},
                                       {"prefill_chunk_size": 2}])  # fmt: skip
 def test_generation_settings_of_the_model_hold_as_with_full(spec: str, settings: dict[str, Any]) -> None:
@@ -364,30 +348,3 @@ def test_what_goes_on_otherwise_is_refused_behind_a_linked_cache(spec: str) -> N
         with pytest.raises(ValueError, match=rf"{name}=.*linked cache"):
             link(model, spec).generate(max_new_tokens=4, **{name: value})
     link(model, "full").generate(max_new_tokens=4, prompt_lookup_num_tokens=2)
-
-
-# ---- frequencies that depend on the prompt's length ----
-
-
-@pytest.mark.parametrize(
-    ("family", "spec"), [
-        ("dynamic_ntk", "legolink:9999"), ("longrope", "legolink:9999"),
-        ("dynamic_ntk", "naive:rotate=false"), ("dynamic_ntk", "cacheblend:0.3,rotate=false"),
-    ],
-)  # fmt: skip
-def test_another_prompt_does_not_change_this_one(family: str, spec: str) -> None:
-    model = tiny(family, std=0.15)
-    limit = find_support(model).positions.limit
-    assert limit is not None
-    generator = torch.Generator().manual_seed(3)
-    longer = [torch.randint(3, 120, (limit - 2,), generator=generator).tolist() for _ in range(2)]
-    method = methods.create(spec, model)
-    picaches = method.compile(DOCUMENTS)
-    state = method.link(picaches, QUERY)
-    before, tokens = state.logits, answer(state)
-    method.link(method.compile(longer), QUERY).logits  # noqa: B018  it moves the model's frequencies
-    assert error(method.link(picaches, QUERY).logits, before) < 1e-5
-    method.link(method.compile(longer), QUERY).logits  # noqa: B018
-    assert error(state.logits, before) < 1e-5
-    method.link(method.compile(longer), QUERY).logits  # noqa: B018
-    assert answer(state) == tokens

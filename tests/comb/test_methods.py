@@ -48,10 +48,6 @@ def plain_logits(model: Any, documents: list[list[int]]) -> torch.Tensor:
         return model(flat(documents)).logits[:, -1].float()
 
 
-def plain_tokens(model: Any, documents: list[list[int]]) -> torch.Tensor:
-    return model.generate(flat(documents), max_new_tokens=8, do_sample=False)
-
-
 def test_a_method_is_one_class_and_its_parameters_come_from_the_spec() -> None:
     class Mine(methods.get("full")):  # type: ignore[misc]
         positional = ("k",)
@@ -182,10 +178,6 @@ def test_prefix_is_exact_and_reuses_the_longest_stored_prefix(backbone: Any) -> 
     def link(order: list[int]) -> tuple[list[str], int]:
         documents = [DOCUMENTS[index] for index in order]
         state = prefix.link([picaches[index] for index in order], QUERY, prefix_ids=PREFIX)
-        torch.testing.assert_close(state.logits, plain_logits(backbone, documents), atol=1e-5, rtol=1e-5)
-        generated = state.generate(max_new_tokens=8, do_sample=False)
-        assert torch.equal(generated, plain_tokens(backbone, documents))
-        # neither call grew the stored keys and values
         torch.testing.assert_close(state.logits, plain_logits(backbone, documents), atol=1e-5, rtol=1e-5)
         return [use.state for use in state.uses[0]], state.recomputed_tokens
 

@@ -171,14 +171,6 @@ def test_questions_without_documents_or_query(family: str, documents: int, monke
         assert error(alone.logits, expected) > CONTROL
 
 
-def test_methods_share_a_head() -> None:
-    for family, specs in (("llama", WARM), ("qwen3_next", WARM_HYBRID)):
-        first, *others = (methods.create(spec, model_of(family)) for spec in specs)
-        assert linked(first, first.compile(DOCUMENTS))[0].prefix_tokens == 0
-        for other in others:
-            assert linked(other, other.compile(DOCUMENTS))[0].prefix_tokens == len(PREFIX)
-
-
 @pytest.mark.parametrize("family", ["llama", "mistral", "qwen3_next", "jamba"])
 def test_a_new_head_is_found_as_far_as_it_begins_like_another(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
     method = methods.create("hypic:4" if family in HYBRIDS else "naive", model_of(family))

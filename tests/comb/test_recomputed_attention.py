@@ -90,47 +90,18 @@ def test_each_way_is_the_mask(way: str, name: str, dtype: torch.dtype) -> None:
             assert ((wrong - found).norm(dim=-1) / found.norm(dim=-1)).max() > 0.05
 
 
-def test_runs_may_touch_and_ends_count() -> None:
-    rows, call = call_of([3, 4, 5, 6, 7, 20, 21], None, torch.float64)
-    wanted = call.exact()[0]
-
-    def off(*runs: tuple[int, int]) -> float:
-        def made(*given: Any) -> VarlenAttention:
-            way = VarlenAttention(*given)
-            way.plan = RunPlan(runs)
-            return way
-
-        found = answered(made, rows, call, None)
-        return float(((found - wanted).norm(dim=-1) / wanted.norm(dim=-1)).max())
-
-    assert off((3, 8), (20, 22)) < 1e-12
-    assert off((3, 5), (5, 6), (6, 8), (20, 22)) < 1e-12
-    assert off((3, 8), (19, 21)) > 0.1  # an end that is one key too early
-    assert off((2, 7), (20, 22)) > 0.1
-    assert off((3, 8), (20, 21), (20, 21)) > 0.1  # a last row that doesn't see itself
-
-
-def test_keys_behind_a_run_are_not_read() -> None:
-    rows, call = call_of([3, 4, 5, 20, 21], None, torch.float64)
-    wanted = call.exact()[0][:, :3]
-    call.keys[:, :, 6:], call.values[:, :, 6:] = torch.nan, torch.nan
-    found = answered(WAYS["varlen"], rows, call, None)
-    torch.testing.assert_close(found[:, :3], wanted)
-    assert found[:, 3:].isnan().all()
-
-
 @pytest.mark.parametrize("window", [None, 4])
 def test_what_a_way_does_not_take_is_left_to_the_mask(window: int | None) -> None:
     rows, call = call_of(POSITIONS["runs with gaps"], window, torch.float64, batch=2)
     other = call_of(POSITIONS["runs with gaps"], window, torch.float64)[1]
     calls = {
-        "rows of a batch": (call, window),
-        "dropout": (dataclasses.replace(other, dropout=0.1), window),
-        "a bias by position": (dataclasses.replace(other, options={"position_bias": torch.zeros(1)}), window),
-        "another mask": (dataclasses.replace(other, mask=other.mask.clone()), window),
+        "rows of a batch": call,
+        "dropout": dataclasses.replace(other, dropout=0.1),
+        "a bias by position": dataclasses.replace(other, options={"position_bias": torch.zeros(1)}),
+        "another mask": dataclasses.replace(other, mask=other.mask.clone()),
     }
     for way in WAYS:
-        for what, (given, _) in calls.items():
+        for what, given in calls.items():
             left: list[str] = []
             seen = dataclasses.replace(
                 given, exact_function=lambda *a, n=what, to=left, **k: to.append(n) or sdpa(*a, **k)
@@ -253,35 +224,3 @@ def test_only_sdpa_is_answered(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(recomputed, "attention", None)
     with recomputed.recomputed_attention(model, ScatteredRows(9, torch.arange(9)), []):
         pass
-
-
-@pytest.mark.parametrize("family", ["llama", "mistral"])
-def test_parts_of_rows_see_their_own_keys(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Few rows at a time; the controls: a part that sees one key too few, heads in another order."""
-    model = tiny(family, std=0.15).double()
-    made = methods.create("legolink:4", model)
-    compiled, parts = made.compile(DOCUMENTS), GroupedAttention.parts
-    counts: list[int] = []
-
-    def logits(least_keys: int, changed: Callable[[Any], Any] = lambda found: found) -> Tensor:
-        def noted(self: Any, *given: Any) -> Any:
-            found = parts(self, *given)
-            counts.append(len(found))
-            return changed(found)
-
-        monkeypatch.setattr(recomputed, "_LEAST_KEYS", least_keys)
-        monkeypatch.setattr(GroupedAttention, "parts", noted)
-        found: Tensor = made.link(compiled, [9, 17, 33, 41, 12], prefix_ids=[5, 6]).logits
-        return found
-
-    plain = logits(10**9)
-    assert not counts  # short prompts are left alone
-    monkeypatch.setattr(recomputed, "_ROWS", 3)
-    torch.testing.assert_close(logits(0), plain, rtol=1e-9, atol=1e-9)
-    assert len(counts) >= model.config.num_hidden_layers
-    assert max(counts) > 1
-    for wrong in (
-        lambda found: [(here, end - 1, mask[..., :-1]) for here, end, mask in found],
-        lambda found: [(here, end, mask.roll(1, -2)) for here, end, mask in found],
-    ):
-        assert (logits(0, wrong) - plain).abs().max() > 1e-4

@@ -8,7 +8,9 @@ import os
 import stat
 import threading
 import time
+from collections import deque
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 
@@ -141,14 +143,6 @@ def test_another_device_holds_its_own_copies() -> None:
 
 
 # ---- the index, and the check of both ----
-
-
-def test_the_check_notices() -> None:
-    store = PICacheStore()
-    use(store, "k1")
-    store._device.used += 1
-    with pytest.raises(AssertionError):
-        check_store(store)
 
 
 def test_what_is_freed_is_freed_once_and_when_nobody_uses_it() -> None:
@@ -335,25 +329,12 @@ def test_trouble_while_moving_down_loses_an_entry_not_a_request(
 
 
 def in_threads(count: int, work: Callable[[int], None]) -> None:
-    """Runs `work(0..count-1)` at once; raises the first error; fails if a thread hangs."""
-    errors: list[BaseException] = []
-    barrier = threading.Barrier(count)
-
-    def run(index: int) -> None:
-        try:
-            barrier.wait(10)
-            work(index)
-        except BaseException as error:
-            errors.append(error)
-
-    threads = [threading.Thread(target=run, args=(index,), daemon=True) for index in range(count)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(15)
-    assert not any(thread.is_alive() for thread in threads), "a thread hangs"
-    if errors:
-        raise errors[0]
+    """Runs `work(0..count-1)` at once; raises the first error, or that a thread hangs."""
+    barrier, pool = threading.Barrier(count), ThreadPoolExecutor(count)
+    try:
+        deque(pool.map(lambda index: (barrier.wait(10), work(index)), range(count), timeout=15))
+    finally:
+        pool.shutdown(wait=False)
 
 
 def test_sixteen_threads_compile_each_key_once() -> None:
