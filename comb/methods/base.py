@@ -251,7 +251,13 @@ class Method(ABC):
                 )
 
     def tensors(self, rows: Sequence[Sequence[int]]) -> tuple[torch.Tensor, torch.Tensor]:
-        """Token ids and attention mask, both [rows, longest row], left-padded, on the model's device."""
+        """Token ids and attention mask, both [rows, longest row], left-padded, on the model's device.
+
+        Raises NotImplementedError for several rows of a model that doesn't take them padded.
+        """
+        if len(rows) > 1 and not self.batches:
+            name = type(self.backbone).__name__
+            raise NotImplementedError(f"rows of {name} change each other in a padded batch: link one row")
         tensors = [torch.tensor(list(row)) for row in rows]
         ids = pad_sequence(tensors, batch_first=True, padding_side="left")
         mask = pad_sequence([torch.ones_like(row) for row in tensors], batch_first=True, padding_side="left")

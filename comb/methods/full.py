@@ -67,10 +67,6 @@ class Full(TokensOnly):
         return decodes_padded(self.backbone)
 
     def link_batch(self, rows: Sequence[LinkRequest]) -> DecodeState:
-        if len(rows) > 1 and not self.batches:
-            raise NotImplementedError(
-                f"rows of {type(self.backbone).__name__} change each other in a padded batch: link one row"
-            )
         prompts, recomputed = [], []
         for row in rows:
             prompt, documents = inlined(row)

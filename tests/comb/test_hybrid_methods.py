@@ -177,7 +177,9 @@ def test_a_cache_of_a_models_own_is_gone_on_from_by_nothing_but_its_own_generate
     for _ in range(4):
         prompt = torch.cat([prompt, model(input_ids=prompt, use_cache=False).logits[:, -1:].argmax(dim=-1)], dim=1)
     assert torch.equal(generated, prompt)
-    assert not methods.create("comb", CombForCausalLM.from_backbone(model, num_encoder_layers=2)).batches
+    for method in (full, methods.create("comb", CombForCausalLM.from_backbone(model, num_encoder_layers=2))):
+        with pytest.raises(NotImplementedError, match="link one row"):
+            method.link_batch([LinkRequest([], A), LinkRequest([], B)])
 
 
 def test_a_front_needs_a_seam_and_has_picaches_of_its_own() -> None:
