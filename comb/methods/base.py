@@ -135,7 +135,12 @@ class Method(ABC):
 
     @abstractmethod
     def compile(self, segments: Sequence[Sequence[int]]) -> list[PICache]:
-        """One PICache per segment of token ids, each a pure function of that segment alone."""
+        """One PICache per segment of token ids, each a pure function of that segment alone.
+
+        Raises:
+            ValueError: for an empty or over-long segment, or when the model computes NaN or infinity, so that no such
+                PICache is ever stored.
+        """
 
     def link(
         self,

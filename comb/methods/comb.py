@@ -62,11 +62,7 @@ class Comb(Method):
         return decodes_padded(self.backbone)
 
     def compile(self, segments: Sequence[Sequence[int]]) -> list[PICache]:
-        """One CrossPICache per segment.
-
-        Raises:
-            ValueError: when the encoder gives NaN or infinity, so that no such entry is ever stored.
-        """
+        """One CrossPICache per segment."""
         with exclusive(self.model):
             picaches: list[PICache] = list(self.model.encode([list(segment) for segment in segments]))
         if all_finite(tensor for picache in picaches for tensor in picache.tensors().values()):

@@ -127,11 +127,7 @@ class TakesFront(Method):
         return self.link_row(row, past)
 
     def owned(self, row: LinkRequest, past: PastState | None, kind: type[P], *, links: str, made_by: str) -> list[P]:
-        """A row's PICaches.
-
-        Args:
-            links: what a PICache of this `kind` holds, for the message.
-            made_by: what may have compiled one with another fingerprint, for the message.
+        """A row's PICaches; `links` and `made_by` say in messages what they hold, and what may have made another's.
 
         Raises:
             ValueError: for a PICache of another method, model or dtype, and when a row behind `past` leaves no position

@@ -109,11 +109,7 @@ class Hypic(TakesFront):
         return None if limit is None else limit - 1 - len(self.front.token_ids)
 
     def compile(self, segments: Sequence[Sequence[int]]) -> list[PICache]:
-        """One HybridPICache per segment, each from a forward pass of its own.
-
-        Raises:
-            ValueError: for an empty or over-long segment, or when the backbone computes NaN or infinity.
-        """
+        """One HybridPICache per segment, each from a forward pass of its own."""
         self.check_segments(segments)
         fingerprint, support = self.fingerprint, self.support
         with exclusive(self.backbone):

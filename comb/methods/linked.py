@@ -102,11 +102,7 @@ class Linked(TakesFront):
         return None if limit is None else limit - 1 - len(self.front.token_ids)
 
     def compile(self, segments: Sequence[Sequence[int]]) -> list[PICache]:
-        """One DecoderPICache per segment, each from a forward pass of its own.
-
-        Raises:
-            ValueError: for an empty or over-long segment, or when the backbone computes NaN or infinity.
-        """
+        """One DecoderPICache per segment, each from a forward pass of its own."""
         self.check_segments(segments)
         fingerprint = self.fingerprint
         with exclusive(self.backbone):
