@@ -6,8 +6,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Sequence
-from dataclasses import replace
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
@@ -23,7 +22,7 @@ from comb.hybrid.link import LinkedPrompt, link_segments
 from comb.hybrid.picache import HybridPICache
 from comb.hybrid.probe import TransitionProbe
 from comb.hybrid.scans import listen
-from comb.hybrid.support import HybridSupport, find_hybrid_support, record, transition_of
+from comb.hybrid.support import find_hybrid_support, record, transition_of
 from comb.linking.cache import RoomyLayer
 from tests.helpers.hybrids import HYBRIDS, tiny_hybrid
 from tests.helpers.recurrences import dense_of, recurrence
@@ -223,35 +222,6 @@ def test_dense_transitions_are_the_product_of_the_tokens(name: str, tokens: int)
     assert float(torch.linalg.matrix_norm(fast.tensor, 2).amax()) <= 1 + 1e-5
     if tokens > 1:  # the control: earlier tokens on the left
         assert error(dense_of(gates.flip(0), betas.flip(0), keys.flip(0)).tensor, naive.tensor) > 1e-3
-
-
-def without_rotation(support: HybridSupport) -> HybridSupport:
-    """States are left at their segment's own positions."""
-    return replace(support, linear={n: replace(layer, rotation=None) for n, layer in support.linear.items()})
-
-
-UNSUPPORTED: dict[str, Callable[[HybridSupport], HybridSupport]] = {
-    "jamba": lambda support: replace(support, step=None),
-    "ring": without_rotation,
-    "ring_dense": without_rotation,
-}
-
-
-@pytest.mark.parametrize("name", UNSUPPORTED)
-def test_what_support_says_is_needed(name: str) -> None:
-    """P13, end to end through layer 0: one token at a time where a scan starts from zero whatever the cache holds, and
-    states that turn with the positions inside of a layer. The controls: links without it."""
-    model = model_of(name)
-    exact = full_states(model, A + B + C + QUERY[:-1])[0]
-    row = compiled(model, [A, B, C], 4, 4)
-    with exclusive(model):
-        support = find_hybrid_support(model)
-        right, wrong = (
-            states_in(model, link_segments(model, given, row, [[], [], [], QUERY]).cache)[0]
-            for given in (support, UNSUPPORTED[name](support))
-        )
-    assert error(right, exact) < EXACT
-    assert error(wrong, exact) > 0.02
 
 
 def test_positions_inside_of_a_layer_with_a_decay_per_channel_are_refused() -> None:

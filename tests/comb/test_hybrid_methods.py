@@ -81,10 +81,6 @@ def test_drift_grows_from_an_exact_first_layer(name: str) -> None:
         return
     specs = ("hypic", "addition", "addition:rotate=true", "hypic:compose=false", "hypic:100")
     drifts = {spec: drifts_of(methods.create(spec, model), [A, B, C], QUERY) for spec in specs}
-    deepest = {
-        spec: f"{100 * each[-1]['error']:.1f}%, {each[-1]['degrees']:.1f} degrees" for spec, each in drifts.items()
-    }
-    print(f"{name}, layer {drifts['hypic'][-1]['layer']}: {deepest}")
     assert drifts["hypic"][0]["error"] < EXACT
     assert drifts["hypic"][0]["degrees"] < 1e-3
     assert drifts["hypic"][-1]["error"] > 1e-3

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -214,22 +214,6 @@ def test_packed_prompts_of_many_shapes(name: str, spec: str, prompt: str) -> Non
     assert torch.equal(one.input_ids, other.input_ids)
     assert error(one.logits, other.logits) < EXACT
     assert max(error(left, right) for left, right in zip(held(one), held(other), strict=True)) < EXACT
-
-
-@pytest.mark.parametrize("name", ["qwen3_next", "granitemoehybrid"])
-def test_no_row_sees_a_later_one(name: str) -> None:
-    packed, _ = pair(name)
-    picaches = packed.compile([A, B])
-
-    def keys(gap: Sequence[int]) -> Tensor:
-        cache: Any = packed.link(picaches, QUERY, gaps=[gap]).past_key_values
-        return torch.cat([layer.keys[0].flatten(0, 0) for layer in attention_layers(cache).values()])
-
-    gap = ids(9, 6)
-    other = [*gap[:4], (gap[4] + 1) % 90 + 3, *gap[5:]]
-    place = len(A) + 4
-    assert torch.equal(keys(gap)[:, :place], keys(other)[:, :place])
-    assert not torch.equal(keys(gap)[:, -2:], keys(other)[:, -2:])
 
 
 def test_a_mask_that_would_be_too_large_is_not_made(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -17,7 +17,6 @@ from comb.backbones.forward import counted_passes
 from comb.backbones.tokenizer import PASSAGE
 from comb.engine.engine import PICEngine
 from comb.linking.support import find_support
-from comb.methods.linked import Linked
 from tests.comb.test_linking import DOCUMENTS, FRONT, PREFIX, QUERY, error, link, model_of, recorded, spans_of
 from tests.helpers.byte_text import byte_llama, byte_tokenizer
 from tests.helpers.families import tiny
@@ -133,19 +132,6 @@ def test_focus_says_what_it_lacks(lacking: str, value: Any, words: str, monkeypa
         methods.create("focus:0.3", model)
 
 
-@pytest.mark.parametrize("spec", ["naive", "legolink:2", "attnlink:4", "cacheblend:0.3", "focus:0.3", "legolink-0"])
-def test_every_choice_of_tokens_takes_a_front_and_shares_its_documents(spec: str) -> None:
-    model = model_of("llama")
-    method, other = primed(model, spec), primed(model)
-    assert method.fingerprint == other.fingerprint
-    assert method.compile_name == other.compile_name == Linked.compile_name
-    method.link(other.compile(DOCUMENTS), QUERY, prefix_ids=PREFIX)
-    with pytest.raises(ValueError, match="another model, dtype or method"):
-        method.link(methods.create(spec, model).compile(DOCUMENTS), QUERY)
-    with pytest.raises(ValueError, match="another model, dtype or method"):
-        method.link(primed(model, front=FRONT[1:]).compile(DOCUMENTS), QUERY)
-
-
 def test_without_a_front_nothing_changes() -> None:
     model = model_of("llama")
     assert methods.create("naive", model, front="none").fingerprint == methods.create("naive", model).fingerprint
@@ -234,19 +220,6 @@ def test_a_channel_of_great_size_does_not_hide_that_the_others_turn(dtype: torch
 
 
 # ---- the model changes after a method was made ----
-
-
-def test_refusals_end_when_the_weights_are_right_again() -> None:
-    model = tiny("llama", std=0.15)
-    weight = model.model.layers[0].self_attn.k_proj.weight
-    kept = weight.detach().clone()
-    with torch.no_grad():
-        weight.fill_(torch.nan)
-    with pytest.raises(ValueError, match="NaN"):
-        methods.create("naive", model)
-    with torch.no_grad():
-        weight.copy_(kept)
-    assert set(methods.create("naive", model).support.positions.layers) != {(None, None)}
 
 
 @pytest.mark.parametrize(("spec", "family"), [("legolink", "llama"), ("prefix", "llama"), ("hypic", "qwen3_5")])
