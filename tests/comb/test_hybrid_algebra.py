@@ -11,7 +11,6 @@ import pytest
 import torch
 from torch import Tensor
 
-from comb.backbones.rotary import RotaryEmbedding
 from comb.hybrid.caches import last_columns, shift_in
 from comb.hybrid.picache import SegmentState
 from comb.hybrid.transition import (
@@ -20,7 +19,6 @@ from comb.hybrid.transition import (
     ScalarTransition,
     Transition,
 )
-from comb.linking.positions import PositionMap, Rotation, UnmovableError
 from tests.helpers.recurrences import dense_of, elementwise_recurrence, recurrence
 
 HEADS, KEYS, VALUES = 3, 12, 20
@@ -42,26 +40,7 @@ class Run:
 SHAPES = dict.fromkeys(("scalar", "diagonal", "dense"), (HEADS, KEYS, VALUES)) | {"elementwise": (VALUES, KEYS)}
 
 
-def turn(by: int) -> Callable[[Tensor], Tensor]:
-    frequencies = 1.0 / 100 ** (torch.arange(KEYS // 2, dtype=torch.float64) / (KEYS // 2))
-
-    def ask(at: Tensor) -> tuple[Tensor, Tensor]:
-        angles = at.double()[:, None] * frequencies
-        return angles.cos(), angles.sin()
-
-    positions = PositionMap(((None, None),), (RotaryEmbedding(ask),))
-
-    def apply(tensor: Tensor) -> Tensor:
-        rerotation = positions.rerotation(torch.zeros(tensor.shape[-2], dtype=torch.long),
-                                torch.full((tensor.shape[-2],), by), 1, torch.device("cpu"))  # fmt: skip
-        return rerotation.apply(tensor.clone(memory_format=torch.contiguous_format), Rotation(0, 0, False))
-
-    return apply
-
-
-def make(family: str, tokens: int, generator: torch.Generator, offset: int | None = None) -> Run:
-    """Keys are turned to the positions from `offset` on."""
-
+def make(family: str, tokens: int, generator: torch.Generator) -> Run:
     def random(*shape: int) -> Tensor:
         return torch.randn(*shape, generator=generator, dtype=torch.float64)
 
@@ -69,8 +48,6 @@ def make(family: str, tokens: int, generator: torch.Generator, offset: int | Non
         return -0.02 * torch.rand(*shape, generator=generator, dtype=torch.float64)
 
     keys, values = random(tokens, HEADS, KEYS), random(tokens, HEADS, VALUES)
-    if offset is not None:
-        keys = torch.stack([turn(offset + index)(key) for index, key in enumerate(keys)])
     if family == "scalar":
         gates = slow(tokens, HEADS)
         return Run(partial(recurrence, gates, keys, values), ScalarTransition(gates.sum(dim=0)))
@@ -139,26 +116,6 @@ def test_logarithms_do_not_underflow() -> None:
     assert long.tensor.tolist() == [-4000.0, -4000.0]
     assert float(torch.exp(torch.tensor(-40.0)) ** 100) == 0.0
     assert long.stored(torch.float16).tensor.dtype == torch.float32
-
-
-@pytest.mark.parametrize(("family", "exact"), [("scalar", True), ("gdn", True), ("kda", False), ("diagonal", False)])
-def test_states_turn_with_their_keys(family: str, exact: bool) -> None:
-    """S_b = R(b-a) S_a and T_b = R T_a R^T: exact for one gate per head, refused or wrong for one per channel."""
-    runs = [make(family, 40, torch.Generator().manual_seed(4), offset) for offset in (3, 120)]
-    (here, state), (there, expected) = ((run.transition, run.part().state) for run in runs)
-    assert state is not None
-    assert expected is not None
-    moved = turn(117)(state.transpose(-1, -2)).transpose(-1, -2)
-    # cosines are float32 in the library, whatever the states are
-    assert (relative(moved, expected) < 1e-6) == exact
-    assert relative(state, expected) > 0.1
-    if family == "diagonal":
-        with pytest.raises(UnmovableError, match="can't be moved"):
-            here.rerotated(turn(117))
-        return
-    assert (relative(here.rerotated(turn(117)).tensor, there.tensor) < 1e-6) == exact
-    if family == "gdn":
-        assert relative(here.tensor, there.tensor) > 0.01
 
 
 @pytest.mark.parametrize("tokens", [1, 2, 3, 4, 9])
