@@ -46,7 +46,11 @@ class LinkRequest:
     salt: str = ""
 
     def __post_init__(self) -> None:
-        assert not self.gaps or len(self.gaps) == len(self.picaches) - 1
+        if self.gaps and len(self.gaps) != len(self.picaches) - 1:
+            raise ValueError(
+                f"gaps has {len(self.gaps)} lists of tokens for {len(self.picaches)} PICaches: give one for each place "
+                "between two of them, or none"
+            )
 
     @property
     def fresh(self) -> list[list[int]]:
@@ -153,8 +157,8 @@ class Method(ABC):
         """The state for prefix + segments + query; `gaps` are fresh tokens between the segments (`LinkRequest`).
 
         Raises:
-            ValueError: when the prompt is empty or longer than the model's positions, or a PICache was made by
-                another model or method.
+            ValueError: when the prompt is empty or longer than the model's positions, a PICache was made by another
+                model or method, or `gaps` are others than there are places for.
         """
         return self.link_row(LinkRequest(picaches, query_ids, prefix_ids, gaps))
 

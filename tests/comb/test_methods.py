@@ -157,6 +157,8 @@ def test_prompt_longer_than_the_positions(backbone: Any) -> None:
             method.link(method.compile([[3] * 253]), QUERY, prefix_ids=PREFIX)
         with pytest.raises(ValueError, match="empty"):
             method.link([], [])
+        with pytest.raises(ValueError, match="gaps has 2 lists of tokens for 2 PICaches"):
+            method.link(method.compile(DOCUMENTS[:2]), QUERY, gaps=[[1], [2]])
 
 
 def test_a_picache_of_another_method_is_refused(comb_model: CombForCausalLM) -> None:
