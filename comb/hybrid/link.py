@@ -53,8 +53,8 @@ class SequentialLinker:
         self.seconds = StageTimes(self.device, "compose", "recompute")
         self.cache: Any = None
 
-    def link(self, items: Sequence[Item], cache: Any, start: int, length: int) -> Any:
-        """Fills `cache`, which covers `start` tokens of a prompt of `length`, with `items`; gives it back."""
+    def link(self, items: Sequence[Item], cache: Any, start: int, length: int) -> None:
+        """Fills `cache`, which covers `start` tokens of a prompt of `length`, with `items`."""
         self.cache, place = cache, start
         for item in items:
             if isinstance(item, list):
@@ -76,7 +76,6 @@ class SequentialLinker:
                 count_in(cache, picache.end - picache.start)
                 give_room(cache, length)
             place += picache.end - picache.start
-        return cache
 
     def rerotation(self, shift: int) -> Rerotation | None:
         """Of keys that come to stand `shift` places behind where they were compiled; None where they aren't turned."""
@@ -162,5 +161,6 @@ def link_segments(
     if not last_run:
         items.pop()
     linker = linker_type(model, support, mode, compose=compose)
-    filled = linker.link(items, new_cache(model) if cache is None else cache, len(before), length)
-    return LinkedPrompt(token_ids, filled if length > 1 else None, recomputed, linker.seconds)
+    cache = new_cache(model) if cache is None else cache
+    linker.link(items, cache, len(before), length)
+    return LinkedPrompt(token_ids, cache if length > 1 else None, recomputed, linker.seconds)

@@ -58,7 +58,7 @@ class PackedLinker(SequentialLinker):
         super().__init__(*args, **options)
         self._mapping = mapping  # whether the model takes a mask per kind of layer; else one mask for all
 
-    def link(self, items: Sequence[Item], cache: Any, start: int, length: int) -> Any:
+    def link(self, items: Sequence[Item], cache: Any, start: int, length: int) -> None:
         self.cache, place = cache, start
         token_ids: list[int] = []
         positions: list[int] = []
@@ -74,7 +74,8 @@ class PackedLinker(SequentialLinker):
                 place += item.end - item.start
         jumps = [step for step in steps if isinstance(step, _Jump)]
         if not jumps or not positions or len(positions) * place > _MAX_MASK_ELEMENTS:
-            return super().link(items, cache, start, length)
+            super().link(items, cache, start, length)
+            return
         rows = ScatteredRows(place, torch.tensor(positions))
         with self.seconds.timed("compose"):
             # keys and values of what is held and of all interiors at their places, room for those of the rows
@@ -102,7 +103,6 @@ class PackedLinker(SequentialLinker):
                 run_decoder(self.model, ids, cache, position_ids=at, attention_mask=built)
         for number, layer in attention_layers(cache).items():
             cache.layers[number] = RoomyLayer(layer.keys, layer.values, place)
-        return cache
 
     def _by_runs(
         self, number: int, module: nn.Module, steps: Sequence[_Jump | slice], rows: int, hooks: ExitStack

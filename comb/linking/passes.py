@@ -8,11 +8,12 @@ a recomputed token can't see what stands behind it. Ways that give the same with
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import suppress
 from typing import Any
 
 import torch
 from torch import Tensor
-from transformers.cache_utils import Cache, DynamicCache, DynamicLayer
+from transformers.cache_utils import Cache, DynamicCache
 
 from comb.backbones.attention_calls import AttentionCall
 from comb.backbones.forward import count_tokens, run_decoder, takes_positions
@@ -89,7 +90,7 @@ def _joined(model: Any, pieces: Sequence[DecoderPICache], length: int) -> list[t
 
 def recompute(
     model: Any, cache: ScatterCache, token_ids: Tensor, positions: Tensor, masks: Masks, *, with_last: bool = False
-) -> Tensor | None:
+) -> None:
     """One pass over the rows at `positions` (sorted, [S]) of the prompt `token_ids` [N]; writes into `cache`.
 
     Very many rows are taken in portions, front to back, so that no mask grows beyond some 64 MB; that changes nothing,
@@ -98,11 +99,7 @@ def recompute(
     Args:
         with_last: every portion has the last row with it, for rotary embeddings that look at the last position of a
             pass. No other row sees it, and the last portion computes it rightly.
-
-    Returns:
-        The last row's final hidden state [hidden], or None when the pass was stopped at ``cache.stop_layer``.
     """
-    hidden: Tensor | None = None
     last, start = positions[-1:], 0
     device = model.get_input_embeddings().weight.device
     most = _MAX_ROWS if device.type == "cpu" else _MAX_ROWS_GPU
@@ -117,40 +114,33 @@ def recompute(
         built = masks.build(cache.rows, model)
         try:
             with recomputed_attention(model, cache.rows, masks.windowed(built)):
-                hidden = run_decoder(
+                run_decoder(
                     model, token_ids[cache.rows.positions][None], cache,
                     position_ids=cache.rows.on(device)[None], attention_mask=built,
-                )[0, -1]  # fmt: skip
+                )  # fmt: skip
         except LayerReached:
-            hidden = None
             count_tokens(len(cache.rows.positions) * (cache.stop_layer or 0) / len(cache.layers))
-    return hidden
 
 
-def recompute_in_order(model: Any, cache: ScatterCache, token_ids: Tensor, positions: Tensor) -> Tensor | None:
+def recompute_in_order(model: Any, cache: ScatterCache, token_ids: Tensor, positions: Tensor) -> Tensor:
     """The plain twin of `recompute`: each run of neighbouring tokens continues an ordinary cache of all before it.
 
     Uses no mask but the model's own, so it works for any model with keys and values (ALiBi), and says what `recompute`
-    must give. As many passes as there are runs.
+    must give. As many passes as there are runs. Returns the last row's final hidden state [hidden].
     """
-    hidden: Tensor | None = None
     takes = takes_positions(model)
     for first, last in ScatteredRows(cache.rows.length, positions).runs():
         before = DynamicCache()
-        for layer in cache.layers:
-            empty = DynamicLayer()
-            before.layers.append(plain_layer(layer.keys[:, :, :first], layer.values[:, :, :first]) if first else empty)
+        before.layers = [plain_layer(layer.keys[:, :, :first], layer.values[:, :, :first]) for layer in cache.layers]
         cache.rows.positions = torch.arange(first, last)
         where = cache.rows.positions[None]
         ids, mask = token_ids[cache.rows.positions][None], torch.ones(1, last, dtype=torch.long)
         hidden = run_decoder(model, ids, before, attention_mask=mask, position_ids=where if takes else None)[0, -1]
-        try:
+        with suppress(LayerReached):
             for layer, grown in enumerate(before.layers):
                 assert grown.keys is not None
                 assert grown.values is not None
                 cache.update(grown.keys[:, :, first:], grown.values[:, :, first:], layer)
-        except LayerReached:
-            hidden = None
     return hidden
 
 

@@ -44,14 +44,15 @@ class PromptLayout:
     support: LinkSupport
     cache: ScatterCache  # keys and values of the first `end` tokens; zeros where they are still to be computed
 
-    def run(self, rows: Sequence[int]) -> Tensor | None:
+    def run(self, rows: Sequence[int]) -> None:
         """One pass over the tokens at `rows` into `cache`, at once where the model takes that, else run by run."""
         positions, masks = torch.tensor(list(rows)), self.support.masks
         if masks is None:
-            return recompute_in_order(self.backbone, self.cache, self.token_ids, positions)
+            recompute_in_order(self.backbone, self.cache, self.token_ids, positions)
+            return
         with masked_attention(self.backbone):
             with_last = self.support.positions.limit is not None
-            return recompute(self.backbone, self.cache, self.token_ids, positions, masks, with_last=with_last)
+            recompute(self.backbone, self.cache, self.token_ids, positions, masks, with_last=with_last)
 
 
 class Linked(TakesFront):
