@@ -266,11 +266,11 @@ class PICacheStore:
         self._index = CacheIndex(self._tiers, clock=clock, freed=lambda entry: self._tiers[entry.tier].freed(entry))
         self._changed = threading.Condition()
         self._misses = 0
-        evicted: list[tuple[StoreEntry, Claim]] = []
         for entry in disk.found() if disk is not None else ():
-            if not self._admit([entry], "disk", evicted):
+            if self._index.make_room("disk", entry.size) is None:
                 self._index.freed(entry)
-        self._move_down(evicted)
+            else:
+                self._index.add("disk", entry)
 
     def __reduce__(self) -> NoReturn:
         raise TypeError("a PICacheStore, and a PICEngine with it, can't be copied or pickled: make one in each process")
