@@ -22,6 +22,7 @@ from comb.methods.decode_state import DecodeState
 from comb.methods.prefix import prefixes_of
 from tests.comb.test_conversation import engine_of
 from tests.comb.test_conversation import model_of as text_model
+from tests.comb.test_linking import error
 from tests.helpers import hybrids
 from tests.helpers.families import open_gates, tiny
 from tests.helpers.layer_tokens import layer_tokens
@@ -93,10 +94,6 @@ def afresh(
         state, tokens = linked(method, picaches, prefix, query)
     assert (state.prefix_tokens, tokens >= len(prefix) + len(query)) == (0, True)
     return state.logits
-
-
-def error(left: Tensor, right: Tensor) -> float:
-    return float((left - right).abs().max() / right.abs().max())
 
 
 @pytest.mark.parametrize(
