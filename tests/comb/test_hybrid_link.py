@@ -20,7 +20,6 @@ from comb.hybrid.caches import attention_layers, read_state, run
 from comb.hybrid.compile import compile_segment
 from comb.hybrid.link import LinkedPrompt, link_segments
 from comb.hybrid.picache import HybridPICache
-from comb.hybrid.probe import TransitionProbe
 from comb.hybrid.scans import listen
 from comb.hybrid.support import find_hybrid_support, record, transition_of
 from comb.linking.cache import RoomyLayer
@@ -173,27 +172,6 @@ def test_generate_goes_on_from_the_cache(name: str) -> None:
     ours = whole.link(whole.compile([A, B]), QUERY).generate(**beams)
     full = methods.create("full", model)
     assert torch.equal(ours, full.link(full.compile([A, B]), QUERY).generate(**beams))
-
-
-@pytest.mark.parametrize("name", RECURRENT)
-def test_scan_and_probe_agree(name: str) -> None:
-    """P10: the fast way to a transition and the layer's own response to identity blocks. The control: other tokens."""
-    model = model_of(name)
-    with exclusive(model):
-        support = find_hybrid_support(model)
-        recording, other = record(model, B, 4), record(model, B[:6] + C[6:], 4)
-        for number, layer in support.linear.items():
-            fast, state = transition_of(model, recording, number, layer, support.step)
-            slow, end = TransitionProbe(
-                model, recording.layers[number], recording.cache, 4, step=support.step
-            ).transition(layer.family, layer.axis)
-            assert error(fast.apply(some := torch.randn(end.shape)), slow.apply(some)) < 1e-5
-            assert state is None or error(state, end) < 1e-5
-        number = max(support.linear)
-        changed, _ = transition_of(model, other, number, support.linear[number], support.step)
-        fast, _ = transition_of(model, recording, number, support.linear[number], support.step)
-        if name != "ring":  # its decays don't depend on the tokens
-            assert error(changed.tensor, fast.tensor) > 1e-4
 
 
 @pytest.mark.parametrize("tokens", [1, 2, 63, 64, 65, 130])
