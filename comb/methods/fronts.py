@@ -19,7 +19,7 @@ import torch
 from comb.backbones.adapter import trained_method
 from comb.backbones.discovery import start_token_id, text_config
 from comb.backbones.identity import backbone_of, identity_of, weights_fingerprint
-from comb.backbones.rotary import front_limit
+from comb.backbones.rotary import compile_limit, front_limit, why_length_dependent
 from comb.backbones.tokenizer import check_front, front_ids, own_tokenizer
 from comb.cache.picache import DecoderPICache, PICache
 from comb.hybrid.caches import is_hybrid, new_cache, run
@@ -117,6 +117,14 @@ class TakesFront(Method):
     @property
     def compiled_behind(self) -> Sequence[int]:
         return self.front.token_ids
+
+    @property
+    def max_segment_tokens(self) -> int | None:
+        limit = compile_limit(self.backbone)
+        return None if limit is None else limit - 1 - len(self.front.token_ids)
+
+    def why_not_continue(self) -> str:
+        return why_length_dependent(self.backbone)
 
     @abstractmethod
     def link_row(self, row: LinkRequest, past: PastState | None = None) -> DecodeState:

@@ -103,11 +103,6 @@ class Hypic(TakesFront):
     def fingerprint(self) -> str:
         return f"{super().fingerprint}/{self.seams[0]}+{self.seams[1]}/{self.storage}"
 
-    @property
-    def max_segment_tokens(self) -> int | None:
-        limit = self.max_prompt_tokens
-        return None if limit is None else limit - 1 - len(self.front.token_ids)
-
     def compile(self, segments: Sequence[Sequence[int]]) -> list[PICache]:
         """One HybridPICache per segment, each from a forward pass of its own."""
         self.check_segments(segments)
@@ -121,9 +116,6 @@ class Hypic(TakesFront):
                 )
                 for ids in segments
             ]  # fmt: skip
-
-    def why_not_continue(self) -> str:
-        return ""
 
     def link_row(self, row: LinkRequest, past: PastState | None = None) -> DecodeState:
         support = self.support

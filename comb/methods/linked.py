@@ -16,7 +16,7 @@ from torch import Tensor
 from comb.backbones.attention_calls import watched
 from comb.backbones.forward import StageTimes, counted_passes
 from comb.backbones.identity import exclusive
-from comb.backbones.rotary import compile_limit, settle, why_length_dependent
+from comb.backbones.rotary import settle
 from comb.cache.picache import DecoderPICache, PICache
 from comb.linking.cache import ScatterCache, Span, assemble, ordinary_cache
 from comb.linking.masks import masked_attention
@@ -97,11 +97,6 @@ class Linked(TakesFront):
         """How this model is linked; asked anew when its weights, dtype or attention have changed."""
         return find_support(self.backbone)
 
-    @property
-    def max_segment_tokens(self) -> int | None:
-        limit = compile_limit(self.backbone)
-        return None if limit is None else limit - 1 - len(self.front.token_ids)
-
     def compile(self, segments: Sequence[Sequence[int]]) -> list[PICache]:
         """One DecoderPICache per segment, each from a forward pass of its own."""
         self.check_segments(segments)
@@ -109,9 +104,6 @@ class Linked(TakesFront):
         with exclusive(self.backbone):
             front = self.front.compiled(self.backbone)
             return [compile_tokens(self.backbone, fingerprint, segment, front) for segment in segments]
-
-    def why_not_continue(self) -> str:
-        return why_length_dependent(self.backbone)
 
     def link_row(self, row: LinkRequest, past: PastState | None = None) -> DecodeState:
         """One pass over gaps, query and the chosen document tokens, into the cached prefix and the re-rotated rest.
