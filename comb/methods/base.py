@@ -19,7 +19,7 @@ from comb.backbones.rotary import prompt_limit
 from comb.cache.picache import PICache, content_key
 from comb.hybrid.caches import run
 from comb.linking.cache import fork_cache
-from comb.methods.decode_state import DecodeState, PastState, pass_size
+from comb.methods.decode_state import DecodeState, PastState, decodes_padded, pass_size
 from comb.waits import on_device
 
 
@@ -201,8 +201,8 @@ class Method(ABC):
 
     @property
     def batches(self) -> bool:
-        """Whether `link_batch` takes several rows."""
-        return type(self).link_batch is not Method.link_batch
+        """Whether `link_batch` takes several rows; they are padded, which not every model takes."""
+        return type(self).link_batch is not Method.link_batch and decodes_padded(self.backbone)
 
     @property
     def backbone(self) -> Any:

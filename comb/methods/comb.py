@@ -12,7 +12,7 @@ from comb.backbones.forward import counted_passes
 from comb.backbones.identity import exclusive
 from comb.cache.picache import CrossPICache, PICache
 from comb.methods.base import LinkRequest, Method
-from comb.methods.decode_state import DecodeState, PastState, decodes_padded, pass_size, why_not_continue
+from comb.methods.decode_state import DecodeState, PastState, pass_size, why_not_continue
 from comb.methods.prefix import behind_prefix
 from comb.methods.registry import register
 from comb.waits import all_finite
@@ -55,11 +55,6 @@ class Comb(Method):
     @property
     def max_segment_tokens(self) -> int | None:
         return int(self.model.max_document_tokens)
-
-    @property
-    def batches(self) -> bool:
-        """Rows are padded, which not every model takes."""
-        return decodes_padded(self.backbone)
 
     def compile(self, segments: Sequence[Sequence[int]]) -> list[PICache]:
         """One CrossPICache per segment."""

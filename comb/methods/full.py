@@ -16,7 +16,7 @@ from comb.cache.picache import PICache, TokenPICache
 from comb.hybrid.caches import continued_cache
 from comb.linking.support import distance, made_up_tokens, tolerance_of
 from comb.methods.base import LinkRequest, Method
-from comb.methods.decode_state import DecodeState, PastState, SegmentUse, decodes_padded, why_not_continue
+from comb.methods.decode_state import DecodeState, PastState, SegmentUse, why_not_continue
 from comb.methods.registry import register
 from comb.waits import on_device
 
@@ -60,11 +60,6 @@ class Full(TokensOnly):
     @property
     def fingerprint(self) -> str:
         return self._fingerprint
-
-    @property
-    def batches(self) -> bool:
-        """Rows are padded, which not every model takes."""
-        return decodes_padded(self.backbone)
 
     def link_batch(self, rows: Sequence[LinkRequest]) -> DecodeState:
         prompts, recomputed = [], []
