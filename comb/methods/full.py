@@ -62,19 +62,16 @@ class Full(TokensOnly):
         return self._fingerprint
 
     def link_batch(self, rows: Sequence[LinkRequest]) -> DecodeState:
-        prompts, recomputed = [], []
-        for row in rows:
-            prompt, documents = inlined(row)
+        prompts = [inlined(row) for row in rows]
+        for prompt, documents in prompts:
             self.check_prompt(documents, len(prompt) - documents)
-            prompts.append(prompt)
-            recomputed.append(documents)
-        input_ids, attention_mask = self.tensors(prompts)
+        input_ids, attention_mask = self.tensors([prompt for prompt, _ in prompts])
         return DecodeState(
             self.backbone,
             input_ids,
             attention_mask,
             past_key_values=continued_cache(self.backbone),
-            recomputed=tuple(recomputed),
+            recomputed=tuple(documents for _, documents in prompts),
             uses=[[SegmentUse("inlined") for _ in row.picaches] for row in rows],
         )
 

@@ -26,7 +26,7 @@ from comb.linking.passes import cache_of, compile_tokens
 from comb.locks import lock_of
 from comb.methods.base import LinkRequest, Method
 from comb.methods.decode_state import DecodeState, PastState, SegmentUse, common_length, pass_size, why_not_continue
-from comb.methods.full import TokensOnly, token_ids, why_not_decoded
+from comb.methods.full import TokensOnly, inlined, token_ids, why_not_decoded
 from comb.methods.registry import register
 
 PREFIX_BYTES = 4 * 2**30
@@ -184,21 +184,20 @@ class PrefixMethod(TokensOnly):
         return weights_fingerprint(self.backbone)
 
     def link_row(self, row: LinkRequest) -> DecodeState:
-        segments, fresh = [token_ids(picache) for picache in row.picaches], row.fresh
         self._check()  # a model may have changed
-        self.check_prompt(sum(map(len, segments)), sum(map(len, fresh)))
+        prompt, documents = inlined(row)
+        self.check_prompt(documents, len(prompt) - documents)
+        segments = [token_ids(picache) for picache in row.picaches]
+        pieces = [gap + segment for gap, segment in zip([[], *row.fresh[1:-1]], segments, strict=False)]
         # the last token is always computed anew: its logits are what decoding starts from
         prefix = list(row.prefix_ids) if segments or row.query_ids else []
-        pieces = [gap + segment for gap, segment in zip([[], *fresh[1:-1]], segments, strict=False)]
-        query = fresh[-1] if segments or not prefix else list(row.query_ids)
-        prompt = [*prefix, *chain.from_iterable(pieces), *query]
         input_ids, attention_mask = self.tensors([prompt])
         state, uses = DecodeState(self.backbone, input_ids, attention_mask), list[SegmentUse]()
         with exclusive(self.backbone), counted_passes() as passed:
             found, known = Prefix(), prefixes_of(self.backbone)
             if prefix:
                 found, state.prefix_tokens = known.find(self.backbone, prefix, row.salt)
-            for piece in pieces if query else pieces[:-1]:
+            for piece in pieces if row.query_ids else pieces[:-1]:
                 before = found.nbytes
                 found, reused = known.find(self.backbone, [*found.token_ids, *piece], row.salt)
                 nbytes = found.nbytes - before
