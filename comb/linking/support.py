@@ -16,10 +16,9 @@ from comb.backbones.attention_calls import attention
 from comb.backbones.forward import decoder_of, empty_cache_of, keeps_nothing, run_decoder, takes_positions
 from comb.backbones.identity import exclusive, identity_of
 from comb.backbones.rotary import length_limit
-from comb.cache.picache import DecoderPICache
 from comb.linking.cache import ScatterCache, Span, assemble
 from comb.linking.masks import Masks, cache_kinds, exact_attention, mask_candidates, masked_attention
-from comb.linking.passes import recompute, recompute_in_order
+from comb.linking.passes import compile_tokens, recompute, recompute_in_order
 from comb.linking.positions import PositionMap, UnmovableError, find_positions
 
 # Frobenius norm of the difference over that of the result. 16-bit rounding differs with the shape of a batch.
@@ -167,12 +166,7 @@ def _try(model: Any, name: str) -> LinkSupport | str:
             length = sum(_SEGMENTS) + _QUERY
             ids = made_up_tokens(model, length)
             spans = [Span(0, _SEGMENTS[0], first=True), Span(_SEGMENTS[0], _SEGMENTS[1])]
-            picaches = []
-            for span in spans:
-                alone: Any = DynamicCache()
-                run_decoder(model, ids[None, span.start : span.end], alone)
-                keys, values = ([getattr(layer, part)[0] for layer in alone.layers] for part in ("keys", "values"))
-                picaches.append(DecoderPICache("", tuple(keys), tuple(values)))
+            picaches = [compile_tokens(model, "", ids[span.start : span.end].tolist()) for span in spans]
 
             def cache() -> ScatterCache:
                 device = model.get_input_embeddings().weight.device
