@@ -321,3 +321,30 @@ def test_what_goes_on_otherwise_is_refused_behind_a_linked_cache(spec: str) -> N
         with pytest.raises(ValueError, match=rf"{name}=.*linked cache"):
             link(model, spec).generate(max_new_tokens=4, **{name: value})
     link(model, "full").generate(max_new_tokens=4, prompt_lookup_num_tokens=2)
+
+
+# ---- frequencies that depend on the prompt's length ----
+
+
+@pytest.mark.parametrize(
+    ("family", "spec"), [
+        ("dynamic_ntk", "legolink:9999"), ("longrope", "legolink:9999"),
+        ("dynamic_ntk", "naive:rotate=false"), ("dynamic_ntk", "cacheblend:0.3,rotate=false"),
+    ],
+)  # fmt: skip
+def test_another_prompt_does_not_change_this_one(family: str, spec: str) -> None:
+    model = tiny(family, std=0.15)
+    limit = find_support(model).positions.limit
+    assert limit is not None
+    generator = torch.Generator().manual_seed(3)
+    longer = [torch.randint(3, 120, (limit - 2,), generator=generator).tolist() for _ in range(2)]
+    method = methods.create(spec, model)
+    picaches = method.compile(DOCUMENTS)
+    state = method.link(picaches, QUERY)
+    before, tokens = state.logits, answer(state)
+    method.link(method.compile(longer), QUERY).logits  # noqa: B018  it moves the model's frequencies
+    assert error(method.link(picaches, QUERY).logits, before) < 1e-5
+    method.link(method.compile(longer), QUERY).logits  # noqa: B018
+    assert error(state.logits, before) < 1e-5
+    method.link(method.compile(longer), QUERY).logits  # noqa: B018
+    assert answer(state) == tokens

@@ -213,7 +213,6 @@ def test_an_answer_across_the_limit_is_that_of_a_new_model(name: str, spec: str)
     method = methods.create(spec, model)
     method.link(method.compile(DOCUMENTS), list(range(3, 80))).logits  # noqa: B018  a longer prompt, and its reach
     state = method.link(method.compile(DOCUMENTS), prompt[12:])
-    method.link(method.compile(DOCUMENTS), list(range(3, 80))).logits  # noqa: B018
     assert state.generate(max_new_tokens=12, do_sample=False)[0, len(prompt) :].tolist() == answer
     assert error(state.answer_logits(answer), torch.cat(expected.logits)) < 1e-4
 
