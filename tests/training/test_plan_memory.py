@@ -213,7 +213,7 @@ def test_activations_behind_a_front_are_within_the_stated_factor(case: str) -> N
         assert step.estimate(replace(size, **{decisive: 0})) < peak / FACTOR
 
 
-TEN = Parameters({"backbone": (100, 0), "cross blocks": (40, 40)}, frozen_bytes=200, trained_bytes=160)
+TEN = Parameters(frozen=100, trained=40, frozen_bytes=200, trained_bytes=160)
 
 
 def on_four(model: CombForCausalLM, **zero: Any) -> GpuMemory:

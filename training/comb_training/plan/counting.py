@@ -35,49 +35,25 @@ PASSAGE_TOKENS = 137
 
 @dataclass(frozen=True)
 class Parameters:
-    """How many parameters a model has by part, and the bytes they are kept in."""
+    """How many parameters a model has, and the bytes they are kept in."""
 
-    parts: dict[str, tuple[int, int]]  # name to (all, trained ones)
+    frozen: int
+    trained: int
     frozen_bytes: int
     trained_bytes: int
 
     @classmethod
-    def of(cls, model: Trained) -> Parameters:
-        """Counts those of a model on any device."""
-        parts: dict[str, Any] = {"backbone": model.backbone}
-        if isinstance(model, CombForCausalLM):
-            parts |= {
-                "encoder layers": model.encoder.layers,
-                "K/V heads": model.encoder.key_value_heads,
-                "cross blocks": model.cross_blocks,
-            }
-            if model.encoder.front is not None:
-                parts["front and sink"] = nn.ParameterList([model.encoder.front, model.encoder.sink])
-        else:
-            parts["link tokens"] = model.front
-        counts, size, seen = {}, {True: 0, False: 0}, set[int]()
-        for name, part in parts.items():  # what LoRA stands beside may be the backbone's own
-            of_part = [parameter for parameter in part.parameters() if id(parameter) not in seen]
-            seen |= set(map(id, of_part))
-            counts[name] = (sum(p.numel() for p in of_part), sum(p.numel() for p in of_part if p.requires_grad))
-            for parameter in of_part:
-                size[parameter.requires_grad] += parameter.nbytes
-        return cls(counts, frozen_bytes=size[False], trained_bytes=size[True])
+    def of(cls, model: nn.Module) -> Parameters:
+        """Counts those of a model on any device; what LoRA stands beside may be the backbone's own, and counts once."""
+        trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+        frozen = [parameter for parameter in model.parameters() if not parameter.requires_grad]
+        numbers = (sum(parameter.numel() for parameter in part) for part in (frozen, trained))
+        return cls(*numbers, *(sum(parameter.nbytes for parameter in part) for part in (frozen, trained)))
 
     @property
     def total(self) -> int:
         """All parameters."""
-        return sum(count for count, _ in self.parts.values())
-
-    @property
-    def trained(self) -> int:
-        """Those that are trained."""
-        return sum(trained for _, trained in self.parts.values())
-
-    @property
-    def frozen(self) -> int:
-        """Those that are not."""
-        return self.total - self.trained
+        return self.frozen + self.trained
 
 
 def meta_model(config: Config) -> tuple[Trained, str | None]:
