@@ -63,9 +63,8 @@ def test_the_command_answers_and_training_finds_the_answers(tmp_path: Path, monk
     assert gold in answers(tmp_path, "train.answers=gold").words
     result = run_training(config(tmp_path / "out"), progress=False)
     assert asked == []
-    assert result.teacher is not None
-    assert result.teacher.n == 24
-    assert result.teacher.em > 0.9
+    assert result.record["teacher"]["n"] == 24
+    assert result.record["teacher"]["em"] > 0.9
     run_training(config(tmp_path / "other", answers_dir=str(folder)), progress=False)
     assert asked == []
 
@@ -152,14 +151,16 @@ def test_a_teacher_reads_the_same_text_and_its_answers_are_written_anew(
         answers = []
         for example in examples:
             asked[str(example.id)] = reader.decode(example.prompt.flat)
-            ended = int(example.id or 0) % 2 == 0
-            ids = reader.encode(f"Nobody knows {example.id}.", add_special_tokens=False)
+            place = places[example.id]
+            ended = place % 2 == 0
+            ids = reader.encode(f"Nobody knows {place}.", add_special_tokens=False)
             answers.append(StoredAnswer((*ids, 1) if ended else tuple(ids), ended))
         return answers
 
     monkeypatch.setattr(TransformersEngine, "__call__", answering)
     # documents are cut for the student's encoder: the teacher gets them cut, too
     run = prepare(config(tmp_path, teacher=str(teacher), data={"max_document_tokens": 12}))
+    places = {example.id: place for place, example in enumerate(run.examples)}
     targets = answer_prepared(run, progress=False)
     assert any(reason.startswith("document of more") for reason in run.counts.truncated)
     assert len(targets.examples) == len(run.examples) == 24
@@ -169,8 +170,8 @@ def test_a_teacher_reads_the_same_text_and_its_answers_are_written_anew(
         whole = run.builder.answer(text)
         assert example.target == (whole if number % 2 == 0 else whole[:-1])
         documents = "".join(run.tokenizer.decode(segment) for segment in source.segments)
-        assert asked[str(number)].startswith(documents)
-        question = asked[str(number)].removeprefix(documents)
+        assert asked[str(source.id)].startswith(documents)
+        question = asked[str(source.id)].removeprefix(documents)
         assert question.strip()
         assert question in run.tokenizer.decode(source.prompt.query)
     assert run.counts.truncated["answer cut at 48 tokens"] == 12

@@ -17,7 +17,7 @@ import pytest
 from comb.documents.document import Prompt
 from comb.files import write_whole
 from comb_training.answers import generate
-from comb_training.answers.generate import Share, generate_answers
+from comb_training.answers.generate import generate_answers
 from comb_training.answers.store import METADATA, AnswerSettings, AnswerStore, StoredAnswer
 from comb_training.data.batches import TrainingExample
 
@@ -152,10 +152,10 @@ def questions() -> list[TrainingExample]:
     ]
 
 
-def ask(engine: Echo, folder: Path, share: Share | None = None) -> generate.Answered:
+def ask(engine: Echo, folder: Path, rank: int = 0, ranks: int = 1, *, wait: bool = True) -> generate.Answered:
     return generate_answers(
         questions(), SETTINGS, lambda: engine, decode=lambda ids: f"text {ids[0]}", max_prompt_tokens=9, folder=folder,
-        share=share or Share(), progress=False,
+        rank=rank, ranks=ranks, wait=wait, progress=False,
     )  # fmt: skip
 
 
@@ -166,7 +166,7 @@ def expected() -> list[StoredAnswer]:
 def test_ranks_answer_disjoint_sets_of_documents_and_all_of_them_together(tmp_path: Path) -> None:
     engines = [Echo() for _ in range(3)]
     for rank, engine in enumerate(engines):
-        answered = ask(engine, tmp_path, Share(rank, 3, wait=False))
+        answered = ask(engine, tmp_path, rank, 3, wait=False)
         assert answered.generated == len(engine.asked)
         assert sum(answer is not None for answer in answered.answers) == answered.found + answered.generated
     groups = [{str(name).split("-")[0] for name in engine.asked} for engine in engines]
@@ -182,7 +182,7 @@ def test_ranks_answer_disjoint_sets_of_documents_and_all_of_them_together(tmp_pa
 def test_ranks_that_wait_end_with_everything(tmp_path: Path) -> None:
     engines = [Echo(), Echo()]
     with ThreadPoolExecutor() as pool:
-        waiting = [pool.submit(ask, engine, tmp_path, Share(rank, 2)) for rank, engine in enumerate(engines)]
+        waiting = [pool.submit(ask, engine, tmp_path, rank, 2) for rank, engine in enumerate(engines)]
         assert [each.result(30).answers for each in waiting] == [expected()] * 2
     assert len(engines[0].asked) + len(engines[1].asked) == 21
 
@@ -194,7 +194,7 @@ def test_a_rank_that_hears_nothing_answers_the_rest_itself(
     monkeypatch.setattr(generate, "POLL_SECONDS", 0.01)
     engine = Echo()
     with caplog.at_level(logging.WARNING):
-        assert ask(engine, tmp_path, Share(0, 2)).answers == expected()
+        assert ask(engine, tmp_path, 0, 2).answers == expected()
     assert "9 answers of other ranks have not come" in caplog.text
     assert len(engine.asked) == 21
 

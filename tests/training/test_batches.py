@@ -252,7 +252,7 @@ def test_sets_are_told_apart_by_their_ids() -> None:
     examples = [of_lengths("a/x", 10), of_lengths("a@2/x", 10), of_lengths("b/a/x", 4)]
     sets = statistics_by_set(examples)
     assert {name: own.examples for name, own in sets.items()} == {"a": 2, "b": 1}
-    table = data_table(TokenStatistics.of(examples), sets)
+    table = data_table(examples, by_set=True)
     lines = [list(line) for line in table.lines]
     assert len(table.names) == len(HEADS)
     assert [line[0] for line in lines if line[0]] == ["all", "a", "b"]

@@ -121,7 +121,7 @@ def test_rows_over_the_limit_are_left_out_and_counted(tmp_path: Path) -> None:
     )  # fmt: skip
     result = run_training(settings, progress=False)
     assert result.counts.dropped["prompt and answer of more than 60 tokens"]
-    assert result.statistics.examples
+    assert result.record["tokens"]["examples"]
 
 
 LONGROPE = {"rope_type": "longrope", "rope_theta": 1e4, "short_factor": [1.0] * 4, "long_factor": [2.0] * 4,

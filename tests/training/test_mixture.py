@@ -16,9 +16,8 @@ from comb.documents.document import Document, Example, PromptBuilder
 from comb.documents.splitting import create
 from comb_training.answers import answer_prepared
 from comb_training.config import Config, DataConfig, MixtureEntry, config_from_dict, load_config
-from comb_training.data import mixture
 from comb_training.data.batches import fit_documents
-from comb_training.data.mixture import apportion, draw, epoch_numbers, heldout_numbers
+from comb_training.data.mixture import ConfiguredSide, apportion, draw, epoch_numbers, heldout_numbers, set_name
 from comb_training.nano import CHECKPOINT
 from comb_training.train import run_training
 from comb_training.trainer.prepare import prepare
@@ -47,7 +46,7 @@ def two_sets(folder: Path, **more: Any) -> DataConfig:
 
 
 def tokenized(data: DataConfig, builder: PromptBuilder, split: str = "train", limit: int | None = None) -> Any:
-    return mixture.read_tokenized(data, builder, 512, split=split, limit=limit)
+    return ConfiguredSide(data, builder, 512, split, limit).tokenized()
 
 
 def of_sets(examples: Sequence[Any]) -> dict[str, int]:
@@ -143,7 +142,7 @@ def test_many_questions_about_few_documents_are_not_the_whole_draw() -> None:
 def test_text_and_tokens_are_the_same_examples(tmp_path: Path, builder: PromptBuilder) -> None:
     data = two_sets(tmp_path, epoch_examples=20)
     data = replace(data, mixture=(replace(data.mixture[0], query_template="Say: {query}"), data.mixture[1]))
-    texts, _ = mixture.read_examples(data, builder, 512, split="train", limit=None)
+    texts, _ = ConfiguredSide(data, builder, 512, "train", None).examples()
     tokens, _ = tokenized(data, builder)
     assert [example.id for example in texts] == [example.id for example in tokens]
     assert all(example.query.startswith("Say: ") == str(example.id).startswith("a/") for example in texts)
@@ -176,7 +175,7 @@ def test_two_sets_of_one_file_hold_out_for_each_other(tmp_path: Path, builder: P
     assert len({example.segments for example in heldout}) == 12
     assert not {example.segments for example in train} & {example.segments for example in heldout}
     assert counts.sets["a"].dropped["held out by set b"] == 12
-    text, _ = mixture.read_examples(data, builder, 512, split="train", limit=None)
+    text, _ = ConfiguredSide(data, builder, 512, "train", None).examples()
     assert [example.id for example in text] == [example.id for example in train]
 
 
@@ -252,7 +251,7 @@ def test_a_teacher_reads_what_the_student_reads(tmp_path: Path) -> None:
     taught = prepare(config(tmp_path, data, answers="on_policy", teacher=str(CHECKPOINT), answers_dir=str(tmp_path)))
     assert sum(counts.dropped[f"query and answer of more than {24} tokens"] for counts in taught.counts.sets.values())
     assert answer_prepared(taught, progress=False).examples == own.examples
-    assert {mixture.set_name(example.id) for example in own.examples} == {"a", "b"}
+    assert {set_name(example.id) for example in own.examples} == {"a", "b"}
 
 
 @pytest.mark.parametrize("method", ["comb", "linktokens"])

@@ -15,7 +15,7 @@ import yaml
 from comb.documents.datasets import hub_id, read_dataset
 from comb.documents.document import PromptBuilder
 from comb_training.config import load_config
-from comb_training.data.mixture import read_examples, read_tokenized
+from comb_training.data.mixture import ConfiguredSide
 from comb_training.data.records import load_hub_rows, read_records
 from tests.helpers.doc_blocks import write_rows
 from tests.helpers.training import invoke
@@ -39,7 +39,7 @@ def lines(path: Path, content: list[dict[str, Any]]) -> Path:
 
 def kept(named: str, builder: PromptBuilder, *more: str, split: str = "train") -> int:
     config = load_config(MIXTURE, [f"data={named}", *more])
-    return len(read_examples(config.data, builder, None, split=split, limit=config.data.limit)[0])
+    return len(ConfiguredSide(config.data, builder, None, split, config.data.limit).examples()[0])
 
 
 def test_one_word_takes_the_place_of_a_recipe_s_mixture_and_its_keys(tmp_path: Path, builder: PromptBuilder) -> None:
@@ -165,7 +165,7 @@ def test_what_is_not_there_is_one_error(
 
     with pytest.raises(ValueError, match=message.replace("HERE", re.escape(here))):  # noqa: PT012
         data = load_config(MIXTURE, [item.replace("HERE", here) for item in given]).data
-        read_tokenized(data, builder, None, split="train", limit=None)
+        ConfiguredSide(data, builder, None, "train", None).tokenized()
 
 
 def test_titles_that_a_template_has_no_place_for_are_counted(tmp_path: Path) -> None:
@@ -184,7 +184,7 @@ def test_titles_that_a_template_has_no_place_for_are_counted(tmp_path: Path) -> 
 def test_answers_that_end_before_they_are_said_are_counted(tmp_path: Path, builder: PromptBuilder) -> None:
     own = [row | {"answer": answer} for row, answer in zip(rows(0, 3), ['say "no"', "one\ntwo", "three"], strict=True)]
     data = load_config(MIXTURE, [f"data={lines(tmp_path / 'mine.jsonl', own)}"]).data
-    _, counts = read_tokenized(replace(data, stop='"\n'), builder, None, split="all", limit=None)
+    _, counts = ConfiguredSide(replace(data, stop='"\n'), builder, None, "all", None).tokenized()
     assert counts.noted == {"answers that hold a character of data.stop, which ends an answer": 2}
 
 

@@ -30,7 +30,7 @@ from comb.hub.push import refresh_card
 from comb_training.answers import answer_prepared
 from comb_training.config import Config
 from comb_training.data.batches import TrainingExample, join_questions
-from comb_training.data.mixture import prompt_builder, read_examples
+from comb_training.data.mixture import ConfiguredSide, prompt_builder
 from comb_training.data.sources import with_whole_paths
 from comb_training.data.token_statistics import TokenStatistics, statistics_by_set
 from comb_training.models import training_method
@@ -61,11 +61,9 @@ class TrainResult:
     tokenizer: Any
     # what training.json holds. Of its values ``losses`` and ``heldout_losses`` are (step, mean loss per target
     # token), as `train.eval_steps` asked for them; ``seconds`` is of optimisation, ``answer_seconds`` of answering
-    # before
+    # before; ``teacher``: how the backbone's own answers score against the data's, None when trained on gold answers
     record: dict[str, Any]
     counts: Counts  # what happened to the data's rows
-    statistics: TokenStatistics  # how long the examples trained on are
-    teacher: Scores | None  # how the backbone's own answers score against the data's; None when trained on gold answers
     terminated: str  # the signal that ended the run before its time, SIGTERM or SIGINT, or ""
     checkpoint: Path | None = None  # where it is to go on then. It is an adapter, too, with its own training.json
 
@@ -102,7 +100,7 @@ def _trained(run: PreparedRun, checkpoint: Path | None, progress: bool) -> Train
     heldout: Sequence[TrainingExample] = []
     scored: dict[str, int] = {}
     if config.eval.limit:  # measured before the first step, behind the last and, with `train.eval_steps`, in between
-        heldout, counts = tokenized(config, run.builder, run.model, split="heldout", limit=config.eval.limit)
+        heldout, counts = tokenized(config, run.builder, run.model, split="heldout")
         logger.info("held-out data: %s", counts)
         if not heldout:
             raise ValueError(f"no held-out example is left to measure on ({counts}); eval.limit=0 measures nothing")
@@ -136,7 +134,6 @@ def _trained(run: PreparedRun, checkpoint: Path | None, progress: bool) -> Train
     trainable, total = run.model.num_trainable_parameters()  # before ZeRO-3 takes them apart
     trainer.train(checkpoint)
     run.model.eval()
-    statistics = TokenStatistics.of(examples)
     sets = statistics_by_set(examples) if config.data.mixture else {}
     rows = [row for row in trainer.log.history if "eval_loss" in row]
     measured = [{name.removeprefix("eval_"): row[name] for name in row if name != "time"} for row in rows]
@@ -150,7 +147,7 @@ def _trained(run: PreparedRun, checkpoint: Path | None, progress: bool) -> Train
         "ranks": distributed.world_size(),
         "parameters": {"trainable": trainable, "all": total},
         "data": run.counts.to_dict(),
-        "tokens": asdict(statistics),
+        "tokens": asdict(TokenStatistics.of(examples)),
         "tokens_by_set": {name: asdict(of_set) for name, of_set in sets.items()},
         "teacher": asdict(teacher) if teacher else None,
         "steps": trainer.step,
@@ -165,9 +162,7 @@ def _trained(run: PreparedRun, checkpoint: Path | None, progress: bool) -> Train
     }
     model = run.model if distributed.is_main() and not trainer.sharded else None
     folder = Path(config.train.output_dir)
-    result = TrainResult(
-        folder, model, run.tokenizer, record, run.counts, statistics, teacher, terminated=trainer.terminated
-    )
+    result = TrainResult(folder, model, run.tokenizer, record, run.counts, trainer.terminated)
     if trainer.terminated:
         result.checkpoint = folder / f"{PREFIX_CHECKPOINT_DIR}-{trainer.step}"
         if distributed.is_main():
@@ -224,7 +219,7 @@ def evaluation_questions(model: Any, tokenizer: Any, config: Config, split: str 
     unknown or doesn't fit the model, or no prompt has room."""
     setting, longest = evaluation_setting(model, tokenizer, config), config.eval.max_new_tokens
     length = getattr(model, "max_document_tokens", None) or sys.maxsize
-    examples, counts = read_examples(config.data, setting.builder, length, split=split, limit=config.eval.limit)
+    examples, counts = ConfiguredSide(config.data, setting.builder, length, split, config.eval.limit).examples()
     return drop_too_long(setting, examples, config.eval.methods, longest, counts), counts
 
 

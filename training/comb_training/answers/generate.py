@@ -25,7 +25,7 @@ from comb.evaluation.metrics import Scores, score
 from comb_training.answers.engines import TransformersEngine, VllmEngine
 from comb_training.answers.store import AnswerSettings, AnswerStore, StoredAnswer
 from comb_training.data.batches import TrainingExample, by_documents, tokenize
-from comb_training.data.mixture import prompt_builder, read_examples
+from comb_training.data.mixture import prompt_builder
 from comb_training.models.method import padding_id
 from comb_training.trainer import distributed
 from comb_training.trainer.prepare import PreparedRun, prompt_limit
@@ -48,15 +48,6 @@ class AnsweringEngine(Protocol):
     def __call__(self, examples: Sequence[TrainingExample]) -> list[StoredAnswer]: ...
 
     def close(self) -> None: ...
-
-
-@dataclass(frozen=True)
-class Share:
-    """Which part of the questions this process answers: number `rank` of `ranks`, by sets of documents."""
-
-    rank: int = 0
-    ranks: int = 1
-    wait: bool = True  # for the answers of the other ranks, which write to the same folder
 
 
 @dataclass
@@ -82,7 +73,6 @@ class Targets:
     scores: Scores | None  # the answers against the data's own; None when there is none yet
     answered: Answered
     folder: Path  # where the answers are kept
-    share: Share
     pending: int
 
 
@@ -152,10 +142,10 @@ def answer_prepared(
         text: str = tokenizer.decode(ids, skip_special_tokens=True, clean_up_tokenization_spaces=False)
         return text
 
-    share = Share(distributed.rank(), distributed.world_size(), wait)
     answered = generate_answers(
-        asked, settings, start, decode=decode, max_prompt_tokens=limit, folder=folder, share=share, progress=progress
-    )
+        asked, settings, start, decode=decode, max_prompt_tokens=limit, folder=folder, progress=progress,
+        rank=distributed.rank(), ranks=distributed.world_size(), wait=wait,
+    )  # fmt: skip
     fits = [len(example.prompt.flat) <= limit for example in asked]
     within = [answer for answer, fit in zip(answered.answers, fits, strict=True) if answer is not None or not fit]
     count_answers(within, run.counts, limit, most)
@@ -174,7 +164,7 @@ def answer_prepared(
         texts.append(text)
     known = [(text, e.references) for text, e in zip(texts, examples, strict=True) if e.references]
     scores = score(*map(list, zip(*known, strict=True))) if known else None
-    return Targets(examples, texts, scores, answered, folder, share, pending=len(answered.answers) - len(within))
+    return Targets(examples, texts, scores, answered, folder, pending=len(answered.answers) - len(within))
 
 
 def _teacher(run: PreparedRun, name: str) -> tuple[Any, Any, Sequence[TrainingExample]]:
@@ -182,15 +172,6 @@ def _teacher(run: PreparedRun, name: str) -> tuple[Any, Any, Sequence[TrainingEx
     model = load_model(name, dtype=run.model.backbone.dtype).eval()
     data = run.config.data
     tokenizer = load_tokenizer(name, model, chat_template_kwargs=data.chat_template_kwargs)
-    source, _ = read_examples(
-        data, run.builder, run.model.max_document_tokens, split="train", limit=data.limit, fitting=run.fitting
-    )
-    # by number, so that what the student's side has dropped is left out here, too
-    numbered = [replace(example, id=str(number)) for number, example in enumerate(source)]
-    tokenized = tokenize(numbered, run.builder, Counts(), max_query_tokens=data.max_query_tokens)
-    student = run.fitting(tokenized, Counts())
-    if [example.prompt for example in student] != [example.prompt for example in run.examples]:
-        raise ValueError("the data has changed while it was read: the teacher's questions are not the student's")
 
     @cache
     def rewritten(document: Document) -> Document:
@@ -201,12 +182,9 @@ def _teacher(run: PreparedRun, name: str) -> tuple[Any, Any, Sequence[TrainingEx
         ids = tokenizer.encode(text, add_special_tokens=False, split_special_tokens=True)
         return Document(token_ids=tuple(ids), id=document.id, title=document.title)
 
-    kept = [numbered[int(example.id or 0)] for example in student]
-    questions = [replace(example, documents=tuple(map(rewritten, example.documents))) for example in kept]
-    examples = tokenize(questions, prompt_builder(data, tokenizer), Counts())
-    if len(examples) != len(run.examples):
-        raise ValueError(f"the teacher {name!r} reads {len(examples)} of {len(run.examples)} examples")
-    return model, tokenizer, examples
+    texts = [example.source for example in run.examples if example.source is not None]
+    questions = [replace(text, documents=tuple(map(rewritten, text.documents))) for text in texts]
+    return model, tokenizer, tokenize(questions, prompt_builder(data, tokenizer), Counts())
 
 
 def generate_answers(
@@ -217,7 +195,9 @@ def generate_answers(
     decode: Callable[[Sequence[int]], str],
     max_prompt_tokens: int,
     folder: str | Path,
-    share: Share = Share(),
+    rank: int = 0,
+    ranks: int = 1,
+    wait: bool = True,
     progress: bool = True,
 ) -> Answered:
     """Answers every example whose prompt has at most `max_prompt_tokens`.
@@ -225,7 +205,9 @@ def generate_answers(
     Args:
         engine: makes what generates; called only when an answer is missing.
         decode: text of token ids, without special tokens.
-        folder: where answers are kept (`AnswerStore`).
+        folder: where answers are kept (`AnswerStore`), those of all ranks.
+        rank, ranks: this process answers every `ranks`-th set of documents, from number `rank` on.
+        wait: for the answers of the other ranks.
     """
     # of weights, settings and the prompt's token ids, so that no answer is taken for another's; which engine gave it is
     # no part of the key: greedy is greedy
@@ -235,7 +217,7 @@ def generate_answers(
         digest = hashlib.sha256(settings.identity.encode() + b"\x1f" + ids.tobytes())
         keys.append(digest.hexdigest() if len(ids) <= max_prompt_tokens else None)
     asked = {key: example for key, example in zip(keys, examples, strict=True) if key is not None}
-    store = AnswerStore(folder, settings, rank=share.rank)
+    store = AnswerStore(folder, settings, rank=rank)
     answered = Answered([], settings, found=sum(key in store for key in asked))
     if answered.found:
         logger.info("%d of %d answers found in %s", answered.found, len(asked), folder)
@@ -265,11 +247,10 @@ def generate_answers(
                 bar.update(len(batch))
 
     try:
-        # every `ranks`-th set of documents is this rank's, so that no prefill is shared between ranks
         every = list(asked)
-        mine = by_documents(asked.values())[share.rank :: share.ranks]
+        mine = by_documents(asked.values())[rank::ranks]  # by sets, so that no prefill is shared between ranks
         generate(every[place] for group in mine for place in group)
-        if share.ranks > 1 and share.wait:
+        if ranks > 1 and wait:
             heard = time.monotonic()
             while left := sum(key not in store for key in asked):
                 if store.refresh():
@@ -283,7 +264,7 @@ def generate_answers(
                     break
                 else:
                     time.sleep(POLL_SECONDS)
-        if share.wait:
+        if wait:
             generate(asked)
     finally:
         if started is not None:

@@ -34,6 +34,7 @@ def answers(
 
     # takes seconds, so behind what can be wrong with the options
     from comb_training.answers import answer_prepared, choose_engine
+    from comb_training.trainer import distributed
     from comb_training.trainer.prepare import prepare
 
     chosen = choose_engine(engine)
@@ -47,12 +48,13 @@ def answers(
         run = prepare(settings)
     targets = answer_prepared(run, engine=chosen, engine_options=options, wait=False)
     answered, made = targets.answered, targets.answered.settings
-    share = f" of rank {targets.share.rank} of {targets.share.ranks}" if targets.share.ranks > 1 else ""
+    ranks = distributed.world_size()
+    share = f" of rank {distributed.rank()} of {ranks}" if ranks > 1 else ""
     rate = f", {answered.generated / answered.seconds:.1f} answers/s" if answered.seconds else ""
     by = f" by {answered.engine}" if answered.engine else ""
     pending = f", {targets.pending} left to other ranks" if targets.pending else ""
     console.print(f"answers{share}: {answered.found} found, {answered.generated} generated{by}{rate}{pending}")
-    if targets.share.rank > 0:  # the rest is the same on every rank
+    if not distributed.is_main():  # the rest is the same on every rank
         return
     console.print(f"data: {run.counts}")
     stops, more = ", ".join(map(str, made.stop_token_ids[:8])), len(made.stop_token_ids) - 8

@@ -77,8 +77,8 @@ def run_demo(folder: Path, *, train_steps: int, questions: int, seed: int, conso
     console.print(f"data: {result.counts}")
     console.print(
         f"backbone frozen with {total - trainable:,} parameters, {trainable:,} trained; "
-        f"{result.statistics.examples} answers generated in {record['answer_seconds']:.0f} s"
-        + (f" ({100 * result.teacher.em:.1f}% exactly right)" if result.teacher else "")
+        f"{record['tokens']['examples']} answers generated in {record['answer_seconds']:.0f} s"
+        + (f" ({100 * record['teacher']['em']:.1f}% exactly right)" if record["teacher"] else "")
     )
     if losses:
         console.print(

@@ -73,7 +73,7 @@ def train(
 
     def prepared(run: PreparedRun) -> None:
         console.print(f"data: {escape(str(run.counts))}")
-        console.print(data_table(run.statistics, run.sets))
+        console.print(data_table(run.examples, by_set=bool(settings.data.mixture)))
         if evaluation and not questions:  # what can't be evaluated is an error now, not when the training is done
             questions.append(rehearse_evaluation(run, settings))
 
@@ -87,9 +87,9 @@ def train(
         raise typer.Exit(exit_status(result.terminated))
     if settings.train.answers == "on_policy":  # answering drops examples, too
         console.print(f"data, answered: {escape(str(result.counts))}")
-    if result.teacher is not None:
-        console.print(f"the backbone's own answers: {100 * result.teacher.em:.1f}% exact match with the data's")
     record = result.record
+    if record["teacher"] is not None:
+        console.print(f"the backbone's own answers: {100 * record['teacher']['em']:.1f}% exact match with the data's")
     if losses := [loss for _, loss in record["losses"]]:
         console.print(f"loss {losses[0]:.4f} -> {losses[-1]:.4f} in {record['steps']} steps, {record['seconds']:.0f} s")
     show_heldout(record["heldout"])

@@ -10,7 +10,7 @@ Legend: B rows, T tokens of the longest row.
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cache
 from itertools import chain
 from typing import Any
@@ -33,7 +33,7 @@ class TrainingExample:
     """Token ids of one question: its documents apart, the prompt around them, and the target to learn.
 
     `references` are the accepted answers of the dataset, as text. `given`: from and up to which tokens of the target
-    nothing is learned, the questions between several answers.
+    nothing is learned, the questions between several answers. `source`: the text that it was made of.
     """
 
     prompt: Prompt
@@ -41,6 +41,7 @@ class TrainingExample:
     id: str | None = None
     references: tuple[str, ...] = ()
     given: tuple[tuple[int, int], ...] = ()
+    source: Example | None = field(default=None, compare=False, repr=False)
 
     @property
     def segments(self) -> tuple[tuple[int, ...], ...]:
@@ -159,7 +160,7 @@ def tokenize(
             counts.drop(f"query and answer of more than {max_query_tokens} tokens")
             continue
         references = example.references if example.answer else ()  # a made question has none
-        tokenized.append(TrainingExample(prompt, target, example.id, references))
+        tokenized.append(TrainingExample(prompt, target, example.id, references, source=example))
     return tokenized
 
 

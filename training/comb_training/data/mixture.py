@@ -44,49 +44,10 @@ Fitting = Callable[[Sequence[TrainingExample], Counts], Sequence[TrainingExample
 """Leaves out, and counts, examples that a run can't use."""
 
 
-def read_tokenized(
-    data: DataConfig,
-    builder: PromptBuilder,
-    max_document_tokens: int | None,
-    *,
-    split: str,
-    limit: int | None,
-    fitting: Fitting | None = None,
-) -> tuple[list[TrainingExample], Counts]:
-    """One side of the configured data as tokens, and what happened to the rows. Raises ValueError as
-    `comb.documents.datasets.read_dataset` does, and for shares that can't be had."""
-    side = ConfiguredSide(data, builder, max_document_tokens, split, limit, fitting)
-    if not data.mixture:
-        texts, counts = side.texts(*sources(data))
-        return side.tokens(texts, counts), counts
-    mixed, counts = side.mixed()
-    return [tokens for tokens, _ in mixed], counts
-
-
-def read_examples(
-    data: DataConfig,
-    builder: PromptBuilder,
-    max_document_tokens: int | None,
-    *,
-    split: str,
-    limit: int | None,
-    fitting: Fitting | None = None,
-) -> tuple[list[Example], Counts]:
-    """One side of the configured data as text, documents fitted, and what happened to the rows.
-
-    Questions are as the query template writes them. A mixture has the examples of `read_tokenized`, in its order.
-    Raises ValueError as `read_tokenized` does.
-    """
-    side = ConfiguredSide(data, builder, max_document_tokens, split, limit, fitting)
-    if not data.mixture:
-        return side.texts(*sources(data))
-    mixed, counts = side.mixed()  # which fit, and hence the shares, is known of tokens only
-    return [text for _, text in mixed], counts
-
-
 @dataclass(frozen=True)
 class ConfiguredSide:
-    """One side of the configured data, set by set."""
+    """One side of the configured data, read with what happened to its rows. Raises ValueError as
+    `comb.documents.datasets.read_dataset` does, and for shares that can't be had."""
 
     data: DataConfig
     builder: PromptBuilder
@@ -95,7 +56,21 @@ class ConfiguredSide:
     limit: int | None
     fitting: Fitting | None = None
 
-    def texts(self, source: Source) -> tuple[list[Example], Counts]:
+    def tokenized(self) -> tuple[list[TrainingExample], Counts]:
+        """As tokens."""
+        if self.data.mixture:
+            return self._mixed()
+        texts, counts = self._texts(*sources(self.data))
+        return self._tokens(texts, counts), counts
+
+    def examples(self) -> tuple[list[Example], Counts]:
+        """As text, documents fitted, questions as the query template writes them: of a mixture those of `tokenized`."""
+        if self.data.mixture:
+            mixed, counts = self._mixed()  # which fit, and hence the shares, is known of tokens only
+            return [each.source for each in mixed if each.source is not None], counts
+        return self._texts(*sources(self.data))
+
+    def _texts(self, source: Source) -> tuple[list[Example], Counts]:
         """Examples of one set, documents fitted, questions written."""
         data = self.data
         examples, counts = source.read(self.split, self.limit, sources(data))
@@ -112,19 +87,19 @@ class ConfiguredSide:
         template = source.query_template
         return [replace(each, query=template.replace("{query}", each.query)) for each in fitted], counts
 
-    def tokens(self, texts: Sequence[Example], counts: Counts) -> list[TrainingExample]:
+    def _tokens(self, texts: Sequence[Example], counts: Counts) -> list[TrainingExample]:
         """Those of `texts` that fit, as tokens."""
         found = tokenize(texts, self.builder, counts, max_query_tokens=self.data.max_query_tokens)
         return found if self.fitting is None else list(self.fitting(found, counts))
 
-    def mixed(self) -> tuple[list[tuple[TrainingExample, Example]], Counts]:
-        """The examples of a mixture in their shares, as tokens and as text, and what happened to the rows."""
-        data, sets, found = self.data, sources(self.data), {}
+    def _mixed(self) -> tuple[list[TrainingExample], Counts]:
+        """The examples of a mixture in their shares."""
+        data, sets, found, by_set = self.data, sources(self.data), {}, {}
         for source in sets:
-            texts, counts = self.texts(source)
+            texts, counts = self._texts(source)
             # what doesn't fit is dropped first, so that shares hold exactly
-            found[str(source.name)] = self.tokens(texts, counts), {text.id: text for text in texts}, counts
-        sizes = {name: len(tokens) for name, (tokens, _, _) in found.items()}
+            found[str(source.name)], by_set[str(source.name)] = self._tokens(texts, counts), counts
+        sizes = {name: len(examples) for name, examples in found.items()}
         all_of_it = not any(source.weight for source in sets)
         weights = {str(each.name): sizes[str(each.name)] if all_of_it else each.weight or 1.0 for each in sets}
         if self.split == "train":
@@ -134,15 +109,15 @@ class ConfiguredSide:
         else:
             numbers = heldout_numbers(sizes, weights, self.limit)
         mixed = []
-        for name, (tokens, by_id, counts) in found.items():
-            counts.drop("over the share of the mixture", max(0, len(tokens) - numbers[name]))
-            counts.repeated = max(0, numbers[name] - len(tokens))
-            drawn = draw(by_documents(tokens), numbers[name], seed=data.seed, name=name) if numbers[name] else ()
+        for name, examples in found.items():
+            by_set[name].drop("over the share of the mixture", max(0, len(examples) - numbers[name]))
+            by_set[name].repeated = max(0, numbers[name] - len(examples))
+            drawn = draw(by_documents(examples), numbers[name], seed=data.seed, name=name) if numbers[name] else ()
             for place, turn in drawn:
-                text = by_id[tokens[place].id]
-                id = f"{name}{f'@{turn + 1}' if turn else ''}/{text.id}"
-                mixed.append((replace(tokens[place], id=id), replace(text, id=id, group=f"{name}/{text.group}")))
-        by_set = {name: counts for name, (_, _, counts) in found.items()}
+                example, text = examples[place], examples[place].source
+                id = f"{name}{f'@{turn + 1}' if turn else ''}/{example.id}"
+                named = text and replace(text, id=id, group=f"{name}/{text.group}")
+                mixed.append(replace(example, id=id, source=named))
         return mixed, Counts(read=sum(counts.read for counts in by_set.values()), sets=by_set)
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -73,10 +73,10 @@ _LENGTHS = {
 }
 
 
-def data_table(statistics: TokenStatistics, sets: Mapping[str, TokenStatistics]) -> FittedTable:
+def data_table(examples: Sequence[TrainingExample], *, by_set: bool) -> FittedTable:
     """All examples, and then each set of a mixture. Its documents are the different ones."""
     lines = []
-    for name, own in ({"all": statistics} | dict(sets)).items():
+    for name, own in {"all": TokenStatistics.of(examples), **(statistics_by_set(examples) if by_set else {})}.items():
         lines.append([name, "examples", "", "", "", "", f"{own.examples:,}"])
         lines.append(["", "documents", "", "", "", "", f"{own.different_documents:,}"])
         for what, key in _LENGTHS.items():

@@ -22,7 +22,7 @@ from comb_training.config import Config
 from comb_training.data.batches import join_questions
 from comb_training.data.mixture import prompt_builder
 from comb_training.data.sources import sources
-from comb_training.data.token_statistics import TokenStatistics, data_table, statistics_by_set
+from comb_training.data.token_statistics import data_table
 from comb_training.models import training_method
 from comb_training.models.method import check_options, model_tokenizer, options_named
 from comb_training.plan.counting import Parameters, Trained, first_line, meta_model
@@ -67,8 +67,7 @@ class Plan:
     memory: list[GpuMemory] = field(default_factory=list)
     served: ServedMemory | None = None
     counts: Counts | None = None
-    statistics: TokenStatistics | None = None
-    sets: dict[str, TokenStatistics] = field(default_factory=dict)
+    data: FittedTable | None = None
     steps: int | None = None  # optimizer steps at most
     size: PassSize | None = None  # of the largest batch: the data's, or else what the budgets allow
     notes: list[str] = field(default_factory=list)  # what is left out, and why
@@ -145,14 +144,13 @@ def _add_data(result: Plan, model: Trained) -> None:
         return
     builder = prompt_builder(config.data, tokenizer)
     try:
-        examples, result.counts = tokenized(config, builder, model, split="train", limit=config.data.limit)
+        examples, result.counts = tokenized(config, builder, model, split="train")
     except MissingDataError as error:
         result.notes.append(f"no data and batches: {first_line(error)}")
         return
     if not examples:
         raise ValueError(f"no example is left to train on: {result.counts}")
-    result.statistics = TokenStatistics.of(examples)
-    result.sets = statistics_by_set(examples) if config.data.mixture else {}
+    result.data = data_table(examples, by_set=bool(config.data.mixture))
     if config.data.questions_per_row > 1:
         longest = training_method(config.train.method).longest_row(model, config)
         examples = join_questions(examples, config.data.questions_per_row, builder, longest=longest)
@@ -197,9 +195,9 @@ def blocks(plan: Plan) -> Iterator[FittedTable | str]:
             f"Served: {served.decoder / 2**power:.2f} {unit} of weights in vLLM{encoder}; a document's token takes "
             f"{served.document_token:,} bytes of the pool. The adapter's file: {served.file / 2**power:.2f} {unit}.\n"
         )
-    if plan.statistics is not None:
+    if plan.data is not None:
         steps = "until the clock ends" if plan.steps == UNLIMITED_STEPS else str(plan.steps)
         yield escape(f"Data: {plan.counts}. Optimizer steps: {steps}.\n")
-        yield data_table(plan.statistics, plan.sets)
+        yield plan.data
     for note in plan.notes:
         yield escape(f"Note: {note}.")

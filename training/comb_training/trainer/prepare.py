@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from transformers import set_seed
 
@@ -19,9 +19,8 @@ from comb.evaluation.record import check_writable
 from comb.hub.push import PUBLISHED, read_card
 from comb_training.config import Config
 from comb_training.data.batches import TrainingExample
-from comb_training.data.mixture import Fitting, prompt_builder, read_tokenized
+from comb_training.data.mixture import ConfiguredSide, prompt_builder
 from comb_training.data.sources import file_digests
-from comb_training.data.token_statistics import TokenStatistics, statistics_by_set
 from comb_training.models import training_method
 from comb_training.models.method import device_of, model_tokenizer, options_named, set_threads
 from comb_training.trainer.accelerator import check_tools
@@ -38,10 +37,7 @@ class PreparedRun:
     builder: PromptBuilder
     examples: Sequence[TrainingExample]
     counts: Counts
-    statistics: TokenStatistics
-    fitting: Fitting  # that of `examples`
-    files: Sequence[str] = ()  # `file_digests` of what was read, which may change while it trains
-    sets: dict[str, TokenStatistics] = field(default_factory=dict)
+    files: Sequence[str]  # `file_digests` of what was read, which may change while it trains
 
 
 def prepare(config: Config, *, resume: str | Path | None = None) -> PreparedRun:
@@ -71,38 +67,32 @@ def prepare(config: Config, *, resume: str | Path | None = None) -> PreparedRun:
     tokenizer = model_tokenizer(config, model)
     builder = prompt_builder(config.data, tokenizer)
     digests = file_digests(config.data)
-    examples, counts = tokenized(config, builder, model, split="train", limit=config.data.limit)
+    examples, counts = tokenized(config, builder, model, split="train")
     if not examples:
         raise ValueError(f"no example is left to train on: {counts}")
     model = method.fitted(model, config, examples, resume)
-    sets = statistics_by_set(examples) if config.data.mixture else {}
-    statistics, fitting = TokenStatistics.of(examples), fitting_of(config, model, "train")
-    return PreparedRun(config, model, tokenizer, builder, examples, counts, statistics, fitting, digests, sets)
+    return PreparedRun(config, model, tokenizer, builder, examples, counts, digests)
 
 
 def tokenized(
-    config: Config, builder: PromptBuilder, model: Any, *, split: str, limit: int | None
+    config: Config, builder: PromptBuilder, model: Any, *, split: Literal["train", "heldout"]
 ) -> tuple[Sequence[TrainingExample], Counts]:
-    """One side of the data, and what happened to the rows."""
-    fitting = fitting_of(config, model, split)
-    return read_tokenized(config.data, builder, model.max_document_tokens, split=split, limit=limit, fitting=fitting)
-
-
-def fitting_of(config: Config, model: Any, split: str) -> Fitting:
-    """What leaves out, before a mixture's shares are taken, the examples that this run can't learn from."""
-    train, method, limit = config.train, training_method(config.train.method), sys.maxsize
+    """One side of the data, and what happened to the rows. What this run can't learn from is left out, before a
+    mixture's shares are taken."""
+    train, method, longest = config.train, training_method(config.train.method), sys.maxsize
     on_policy = train.answers == "on_policy"
     if split == "train" and on_policy and train.teacher is None:  # another one has other tokens, and limits
-        limit = prompt_limit(model.backbone, train.answer_max_new_tokens, config.data.max_prompt_tokens)
+        longest = prompt_limit(model.backbone, train.answer_max_new_tokens, config.data.max_prompt_tokens)
 
     def fitting(examples: Sequence[TrainingExample], counts: Counts) -> Sequence[TrainingExample]:
         answered = [each for each in examples if each.references or on_policy or split != "train"]
         counts.drop("no answer in the data: train.answers=on_policy gives one", len(examples) - len(answered))
-        short = [each for each in answered if len(each.prompt.flat) <= limit]
-        counts.drop(f"prompt of more than {limit} tokens", len(answered) - len(short))
+        short = [each for each in answered if len(each.prompt.flat) <= longest]
+        counts.drop(f"prompt of more than {longest} tokens", len(answered) - len(short))
         return method.fitting(short, model, config, counts)
 
-    return fitting
+    limit = config.data.limit if split == "train" else config.eval.limit
+    return ConfiguredSide(config.data, builder, model.max_document_tokens, split, limit, fitting).tokenized()
 
 
 def prompt_limit(backbone: Any, max_new_tokens: int, max_prompt_tokens: int | None) -> int:
