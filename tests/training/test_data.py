@@ -7,13 +7,14 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from comb.documents.datasets import Dataset, datasets, read_dataset
 from comb.documents.document import Document, Example
 from comb_training import plugin
-from comb_training.data.side import pick_distractors, seeded, split_groups
+from comb_training.data.side import DatasetSide, pick_distractors, seeded
 from tests.helpers.rows import WriteRows, article, texts
 
 
@@ -34,19 +35,23 @@ def groups(dataset: Dataset) -> set[str | None]:
 
 def test_split_is_disjoint_complete_and_a_function_of_the_seed() -> None:
     names = [f"group {i}" for i in range(20)]
-    sides = {s: split_groups(names, s, heldout_share=0.2, seed=3) for s in ("train", "heldout", "all")}
+
+    def side(split: Any, share: float = 0.2, seed: int = 3, names: list[str] = names) -> set[str]:
+        return DatasetSide("mine", "", split, seed, None, share).groups(names)
+
+    sides = {split: side(split) for split in ("train", "heldout", "all")}
     assert len(sides["heldout"]) == 4
     assert not sides["train"] & sides["heldout"]
     assert sides["train"] | sides["heldout"] == sides["all"] == set(names)
-    assert split_groups(reversed(names), "heldout", heldout_share=0.2, seed=3) == sides["heldout"]
-    assert split_groups(names, "heldout", heldout_share=0.2, seed=4) != sides["heldout"]
+    assert side("heldout", names=names[::-1]) == sides["heldout"]
+    assert side("heldout", seed=4) != sides["heldout"]
     for one, split, share, message in (
         (["only"], "heldout", 0.2, "can't hold out part of 1 group"),
         (["a", "b"], "test", 0.2, "split is one of"),
         (["a", "b"], "train", 1.5, "heldout_share"),
     ):
         with pytest.raises(ValueError, match=message):
-            split_groups(one, split, heldout_share=share, seed=0)  # type: ignore[arg-type]  # that is the point
+            side(split, share, names=one)
 
 
 def test_distractors_are_different_and_never_the_excluded_one() -> None:

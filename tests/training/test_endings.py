@@ -16,7 +16,7 @@ import pytest
 import yaml
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
-from comb_training.trainer.objective import heldout_losses
+from comb_training.trainer.objective import Objective
 from tests.helpers.training import backbone, invoke
 
 
@@ -121,14 +121,14 @@ def test_the_command_to_go_on_starts_what_was_started(
 def test_a_signal_during_the_last_score_is_heard(
     run: Callable[..., Any], monkeypatch: pytest.MonkeyPatch, tmp_path: Path, save_steps: str
 ) -> None:
-    measure = heldout_losses
+    measure = Objective.heldout_losses
 
     def scored_at_the_end(*arguments: Any) -> Any:
         if (tmp_path / "out" / "log.jsonl").read_text().count("learning_rate") == 4:
             interrupt()
         return measure(*arguments)
 
-    monkeypatch.setattr("comb_training.trainer.trainer.heldout_losses", scored_at_the_end)
+    monkeypatch.setattr(Objective, "heldout_losses", scored_at_the_end)
     stopped = run(f"train.save_steps={save_steps}")
     assert stopped.exit_code == 130, stopped.output
     assert "stopped by SIGINT after step 4" in stopped.output

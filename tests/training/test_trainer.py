@@ -32,6 +32,7 @@ from comb_training.trainer.checkpoints import (
     checkpoints,
 )
 from comb_training.trainer.losses import target_loss
+from comb_training.trainer.objective import Objective
 from comb_training.trainer.optimizer import LearningRateSchedule, adamw, total_steps
 from comb_training.trainer.sampler import BatchSampler
 from comb_training.trainer.trainer import CombTrainer
@@ -198,7 +199,7 @@ def test_the_interval_of_what_is_closed_is_over_questions(tmp_path: Path) -> Non
 def test_tokens_per_second_are_without_the_time_of_an_evaluation(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("comb_training.trainer.trainer.heldout_losses", lambda *_, **__: time.sleep(2) or {})
+    monkeypatch.setattr(Objective, "heldout_losses", lambda *_: time.sleep(2) or {})
     run = trainer(comb_model(), tmp_path, heldout=examples(2), steps=3, eval_steps=1)
     run.train()
     tokens = max(sum(map(len, (*row.segments, row.prompt.bare, row.target))) for row in examples())

@@ -218,7 +218,7 @@ def evaluation_questions(model: Any, tokenizer: Any, config: Config, split: str 
     """One side of the configured data, as it is evaluated. Raises ValueError if there is none, a method is
     unknown or doesn't fit the model, or no prompt has room."""
     setting, longest = evaluation_setting(model, tokenizer, config), config.eval.max_new_tokens
-    length = getattr(model, "max_document_tokens", None) or sys.maxsize
+    length = getattr(model, "max_document_tokens", None)  # a plain backbone has none
     examples, counts = ConfiguredSide(config.data, setting.builder, length, split, config.eval.limit).examples()
     return drop_too_long(setting, examples, config.eval.methods, longest, counts), counts
 

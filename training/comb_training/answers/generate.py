@@ -218,7 +218,7 @@ def generate_answers(
         keys.append(digest.hexdigest() if len(ids) <= max_prompt_tokens else None)
     asked = {key: example for key, example in zip(keys, examples, strict=True) if key is not None}
     store = AnswerStore(folder, settings, rank=rank)
-    answered = Answered([], settings, found=sum(key in store for key in asked))
+    answered = Answered([], settings, found=sum(key in store.answers for key in asked))
     if answered.found:
         logger.info("%d of %d answers found in %s", answered.found, len(asked), folder)
     started: AnsweringEngine | None = None
@@ -226,7 +226,7 @@ def generate_answers(
     def generate(wanted: Iterable[str]) -> None:
         """What is missing of `wanted`, by the engine, which starts with the first."""
         nonlocal started
-        missing = [key for key in wanted if key not in store]
+        missing = [key for key in wanted if key not in store.answers]
         if not missing:
             return
         started = started or engine()
@@ -252,7 +252,7 @@ def generate_answers(
         generate(every[place] for group in mine for place in group)
         if ranks > 1 and wait:
             heard = time.monotonic()
-            while left := sum(key not in store for key in asked):
+            while left := sum(key not in store.answers for key in asked):
                 if store.refresh():
                     heard = time.monotonic()
                 elif time.monotonic() - heard > PATIENCE:
@@ -269,7 +269,7 @@ def generate_answers(
     finally:
         if started is not None:
             started.close()
-    answered.answers = [store.get(key) if key is not None else None for key in keys]
+    answered.answers = [None if key is None else store.answers.get(key) for key in keys]
     return answered
 
 

@@ -53,7 +53,7 @@ class AnswerSettings:
 
 
 class AnswerStore:
-    """The answers of one model under one `AnswerSettings`, in a folder.
+    """The answers of one model under one `AnswerSettings`, in a folder: `answers` by their keys.
 
     A part that can't be read is put aside (``*.damaged``) and said; its answers count as missing.
 
@@ -64,35 +64,25 @@ class AnswerStore:
     def __init__(self, folder: str | Path, settings: AnswerSettings, *, rank: int = 0) -> None:
         self.folder = Path(folder)
         self.settings = settings
-        self._answers: dict[str, StoredAnswer] = {}
+        self.answers: dict[str, StoredAnswer] = {}
         self._seen: set[str] = set()
         self._prefix = f"part-{rank:05d}-{secrets.token_hex(4)}"  # two processes never choose the same name
         self._parts = 0
         self.refresh()
 
-    def __len__(self) -> int:
-        return len(self._answers)
-
-    def __contains__(self, key: str) -> bool:
-        return key in self._answers
-
-    def get(self, key: str) -> StoredAnswer | None:
-        """The answer kept under `key`, if any."""
-        return self._answers.get(key)
-
     def refresh(self) -> int:
         """Reads parts that others have added since; how many new answers there were."""
-        before = len(self._answers)
+        before = len(self.answers)
         for path in sorted(self.folder.glob("part-*.parquet")):
             if path.name not in self._seen:
                 self._seen.add(path.name)
                 self._read(path)
-        return len(self._answers) - before
+        return len(self.answers) - before
 
     def add(self, answers: Mapping[str, StoredAnswer], engine: str) -> None:
         """Keeps answers as one part, written whole. Raises OSError when they can't be written (a full disk, say),
         naming the folder; parts before are whole."""
-        self._answers.update(answers)
+        self.answers.update(answers)
         made = {**asdict(self.settings), "identity": self.settings.identity, "engine": engine}
         rows = [{"key": key, **asdict(answer)} for key, answer in answers.items()]
         schema = pa.schema(list(COLUMNS.items()), metadata={METADATA: json.dumps(made, sort_keys=True).encode()})
@@ -136,4 +126,4 @@ class AnswerStore:
             with contextlib.suppress(OSError):
                 path.rename(aside)
             return
-        self._answers.update(answers)
+        self.answers.update(answers)

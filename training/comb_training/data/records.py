@@ -74,9 +74,9 @@ class DatasetRow:
         return [text.strip() for text in texts]
 
     def parts(self, name: str) -> list[DatasetRow]:
-        """A list field of objects."""
+        """A list field of objects, each of which counts what is left out of it alone."""
         items = enumerate(self.items(name, dict))
-        return [replace(self, row=item, where=f"{self.where}: {name}[{index}]") for index, item in items]
+        return [DatasetRow(item, f"{self.where}: {name}[{index}]") for index, item in items]
 
     def inside(self, name: str, key: str) -> DatasetRow:
         """The object in a field, which has a `key`."""

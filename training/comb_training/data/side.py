@@ -10,7 +10,7 @@ from collections.abc import Callable, Collection, Hashable, Iterable, Mapping, S
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from random import Random
-from typing import Any, Literal, TypeVar
+from typing import Any, Literal, TypeVar, get_args
 
 from comb.documents.datasets import HUB, Counts, Dataset, MissingDataError, datasets
 from comb.documents.document import Example
@@ -20,7 +20,6 @@ T = TypeVar("T")
 H = TypeVar("H", bound=Hashable)
 
 Split = Literal["train", "heldout", "all"]
-SPLITS: tuple[Split, ...] = ("train", "heldout", "all")
 SideReader = Callable[..., Iterable[Example]]
 RowReader = Callable[..., Example | str]
 
@@ -37,9 +36,29 @@ class DatasetSide:
     heldout_share: float  # of the groups
     counts: Counts = field(default_factory=Counts)
 
-    def groups(self, names: Iterable[str]) -> set[str]:
-        """Those of all groups that are on this side. Raises ValueError as `split_groups` does."""
-        return split_groups(names, self.split, heldout_share=self.heldout_share, seed=self.seed)
+    def groups(self, groups: Iterable[str]) -> set[str]:
+        """Those of all groups (articles, stories) that are on this side.
+
+        Groups are ordered by a hash of seed and name and the first ``ceil(share * n)`` are held out, so that the same
+        file, share and seed always give the same two sides. Raises ValueError if the split is unknown, the share is not
+        in 0..1, or one group can't be on two sides.
+        """
+        names = sorted(set(groups))
+        if self.split not in get_args(Split):
+            raise ValueError(f"split is one of {', '.join(get_args(Split))}, not {self.split!r}")
+        if self.split == "all":
+            return set(names)
+        if not 0 < self.heldout_share < 1:
+            raise ValueError(f"heldout_share must be between 0 and 1, not {self.heldout_share}")
+        if len(names) < 2:
+            raise ValueError(
+                f"can't hold out part of {len(names)} group(s): rows over the same documents (an article, a story) "
+                "stay on one side of the split, so that the data needs two at least; split=all (--split all) takes all "
+                "rows"
+            )
+        ranked = sorted(names, key=lambda name: hashlib.sha256(f"{self.seed}\x1f{name}".encode()).digest())
+        cut = min(math.ceil(self.heldout_share * len(names)), len(names) - 1)
+        return set(ranked[:cut] if self.split == "heldout" else ranked[cut:])
 
     def rng(self, *keys: object) -> Random:
         """A generator for one row."""
@@ -160,30 +179,6 @@ def seeded(seed: int, *keys: object) -> Random:
 def content_group(*texts: str) -> str:
     """The group of rows that are about the same texts."""
     return hashlib.sha256("\x1f".join(texts).encode()).hexdigest()[:16]
-
-
-def split_groups(groups: Iterable[str], split: Split, *, heldout_share: float, seed: int) -> set[str]:
-    """The groups (articles, stories) on one side of the split.
-
-    Groups are ordered by a hash of seed and name and the first ``ceil(share * n)`` are held out, so that the same file,
-    share and seed always give the same two sides. Raises ValueError if the split is unknown, the share is not in 0..1,
-    or one group can't be on two sides.
-    """
-    names = sorted(set(groups))
-    if split not in SPLITS:
-        raise ValueError(f"split is one of {', '.join(SPLITS)}, not {split!r}")
-    if split == "all":
-        return set(names)
-    if not 0 < heldout_share < 1:
-        raise ValueError(f"heldout_share must be between 0 and 1, not {heldout_share}")
-    if len(names) < 2:
-        raise ValueError(
-            f"can't hold out part of {len(names)} group(s): rows over the same documents (an article, a story) stay on "
-            "one side of the split, so that the data needs two at least; split=all (--split all) takes all rows"
-        )
-    ranked = sorted(names, key=lambda name: hashlib.sha256(f"{seed}\x1f{name}".encode()).digest())
-    cut = min(math.ceil(heldout_share * len(names)), len(names) - 1)
-    return set(ranked[:cut] if split == "heldout" else ranked[cut:])
 
 
 def pick_distractors(

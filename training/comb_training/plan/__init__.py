@@ -73,19 +73,17 @@ class Plan:
     notes: list[str] = field(default_factory=list)  # what is left out, and why
 
 
-def plan(config: Config, *, ranks: int | None = None) -> Plan:
-    """Plans a run without loading a weight or writing a file. `ranks`: GPUs; those of ``WORLD_SIZE`` by default. Raises
-    ValueError for options that make no sense, data that is damaged, an example over the budget of a batch, or a
-    backbone that isn't supported. What is merely not here (data, tokenizer, the backbone's configuration) is said in
-    `Plan.notes`."""
+def plan(config: Config) -> Plan:
+    """Plans a run on ``WORLD_SIZE`` GPUs without loading a weight or writing a file. Raises ValueError for options that
+    make no sense, data that is damaged, an example over the budget of a batch, or a backbone that isn't supported. What
+    is merely not here (data, tokenizer, the backbone's configuration) is said in `Plan.notes`."""
     name = config.model.init_from or config.model.backbone
     for named in filter(None, (name, config.train.teacher)):
         place = resolve_name(named)
         with suppress(OSError):  # what isn't here is a note
             check_checkpoint(place)  # damage is found now, not when it is loaded
-    ranks = distributed.world_size() if ranks is None else ranks
     deepspeed = deepspeed_settings(config.train)
-    result = Plan(config, ranks, size=PassSize.of_budget(config.train))
+    result = Plan(config, distributed.world_size(), size=PassSize.of_budget(config.train))
     try:
         adapter = training_method(config.train.method).adapter
         with options_named(adapter, config.model.options):

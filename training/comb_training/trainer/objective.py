@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from comb.evaluation.metrics import bootstrap
 from comb_training.config import TrainConfig
 from comb_training.data.batches import IGNORED, TrainingExample
+from comb_training.models import training_method
 from comb_training.trainer import distributed
 from comb_training.trainer.accelerator import engine_autocast
 from comb_training.trainer.checkpoints import TrainingDivergedError
@@ -68,53 +69,48 @@ class Objective:
             ).logits
         return Teacher.of(logits, labels, self.config.kl_top_k)
 
+    @torch.no_grad()
+    def heldout_losses(
+        self,
+        batches: Sequence[Sequence[TrainingExample]],
+        collate: Callable[[Sequence[TrainingExample]], dict[str, Any]],
+        accelerator: Accelerator,
+    ) -> dict[str, float]:
+        """Mean loss per target token of examples that are not trained on (``eval_loss``). Collective.
 
-@torch.no_grad()
-def heldout_losses(
-    model: Any,
-    batches: Sequence[Sequence[TrainingExample]],
-    collate: Callable[[Sequence[TrainingExample]], dict[str, Any]],
-    accelerator: Accelerator,
-    ask_teacher: Callable[[dict[str, Tensor]], Teacher],
-    leave_out: Callable[[dict[str, Any]], dict[str, Any]],
-) -> dict[str, float]:
-    """Mean loss per target token of examples that are not trained on (``eval_loss``). Collective.
+        Where batches have full prompts also how much of the way from no documents to documents in the prompt the model
+        goes, ``eval_closed`` = 1 - ``eval_kl`` / ``eval_kl_none``: KL(full || model) and KL(full || none) in nats per
+        target token (`losses.divergence`); and its 95% interval by bootstrap over the examples, ``eval_closed_low`` and
+        ``_high``.
 
-    Where batches have full prompts also how much of the way from no documents to documents in the prompt the model
-    goes, ``eval_closed`` = 1 - ``eval_kl`` / ``eval_kl_none``: KL(full || model) and KL(full || none) in nats per
-    target token (`losses.divergence`); and its 95% interval by bootstrap over the examples, ``eval_closed_low`` and
-    ``_high``.
-
-    Args:
-        batches: the same on every rank.
-        ask_teacher: what the backbone says that has the documents in its prompt.
-        leave_out: of a batch's inputs, those without its documents.
-    """
-    starts = [0, *accumulate(map(len, batches))]
-    found = torch.zeros(starts[-1], 4, dtype=torch.float64)  # of each example: target tokens, and sums over them
-    ranks, rank = distributed.world_size(), distributed.rank()
-    # every rank runs as many passes: sharded weights are gathered by all of them together
-    for place in range(rank, -(-len(batches) // ranks) * ranks, ranks):
-        inputs = send_to_device(collate(batches[min(place, len(batches) - 1)]), accelerator.device)
-        labels, prompts = inputs.pop("labels"), inputs.pop("full_prompts", None)
-        with engine_autocast(accelerator):
-            # in front of the model's passes: the teacher's rows are longer, and it selects targets in the same head
-            teacher = None if prompts is None else ask_teacher(prompts)
-            with target_logits_only(model, labels):
-                values = [token_losses(outputs := model(**inputs), labels)]
-                if teacher is not None:
-                    bare = model(**leave_out(inputs))
-                    values += [token_losses(said, labels, teacher) for said in (outputs, bare)]
-        if place < len(batches):
-            rows = (labels[:, 1:] != IGNORED).nonzero()[:, 0].cpu() + starts[place]
-            for column, value in enumerate([torch.ones(len(rows)), *values]):
-                found[:, column].index_add_(0, rows, value.double().cpu())
-    found = torch.tensor(distributed.summed(*found.flatten().tolist()), dtype=torch.float64).view_as(found)
-    count, loss, kl, none = found.sum(0).tolist()
-    record = {"eval_loss": loss / count}
-    if prompts is None:
-        return record
-    least = found[:, 3].clamp_min(1e-9)
-    low, high = bootstrap((found[:, 2] / least).tolist(), least.tolist())
-    closed = {"eval_closed": 1 - kl / max(none, 1e-9), "eval_closed_low": 1 - high, "eval_closed_high": 1 - low}
-    return record | {"eval_kl": kl / count, "eval_kl_none": none / count} | closed
+        `batches` are the same on every rank.
+        """
+        model, bare_inputs = self.model, training_method(self.config.method).bare
+        starts = [0, *accumulate(map(len, batches))]
+        found = torch.zeros(starts[-1], 4, dtype=torch.float64)  # of each example: target tokens, and sums over them
+        ranks, rank = distributed.world_size(), distributed.rank()
+        # every rank runs as many passes: sharded weights are gathered by all of them together
+        for place in range(rank, -(-len(batches) // ranks) * ranks, ranks):
+            inputs = send_to_device(collate(batches[min(place, len(batches) - 1)]), accelerator.device)
+            labels, prompts = inputs.pop("labels"), inputs.pop("full_prompts", None)
+            with engine_autocast(accelerator):
+                # in front of the model's passes: the teacher's rows are longer, and it selects targets in the same head
+                teacher = None if prompts is None else self.ask_teacher(prompts)
+                with target_logits_only(model, labels):
+                    values = [token_losses(outputs := model(**inputs), labels)]
+                    if teacher is not None:
+                        bare = model(**bare_inputs(inputs))
+                        values += [token_losses(said, labels, teacher) for said in (outputs, bare)]
+            if place < len(batches):
+                rows = (labels[:, 1:] != IGNORED).nonzero()[:, 0].cpu() + starts[place]
+                for column, value in enumerate([torch.ones(len(rows)), *values]):
+                    found[:, column].index_add_(0, rows, value.double().cpu())
+        found = torch.tensor(distributed.summed(*found.flatten().tolist()), dtype=torch.float64).view_as(found)
+        count, loss, kl, none = found.sum(0).tolist()
+        record = {"eval_loss": loss / count}
+        if prompts is None:
+            return record
+        least = found[:, 3].clamp_min(1e-9)
+        low, high = bootstrap((found[:, 2] / least).tolist(), least.tolist())
+        closed = {"eval_closed": 1 - kl / max(none, 1e-9), "eval_closed_low": 1 - high, "eval_closed_high": 1 - low}
+        return record | {"eval_kl": kl / count, "eval_kl_none": none / count} | closed

@@ -49,7 +49,7 @@ from comb_training.trainer.checkpoints import (
     reading,
 )
 from comb_training.trainer.distributed import asked_to_stop
-from comb_training.trainer.objective import Objective, heldout_losses
+from comb_training.trainer.objective import Objective
 from comb_training.trainer.optimizer import LearningRateSchedule, adamw, total_steps
 from comb_training.trainer.run_log import RunLog
 from comb_training.trainer.sampler import BatchSampler
@@ -87,7 +87,6 @@ class CombTrainer:
         self.examples = examples
         self.heldout = heldout
         self.tokenizer = tokenizer
-        self.method = training_method(config.method)
         self.sampler = BatchSampler(examples, config)
         if self.sampler.left_out:
             logger.warning(
@@ -96,7 +95,7 @@ class CombTrainer:
             )  # fmt: skip
         steps = total_steps(config, self.sampler.steps_per_epoch)
         self.schedule = LearningRateSchedule(steps, config.max_seconds, config.warmup)
-        self.collate = self.method.collator(
+        self.collate = training_method(config.method).collator(
             padding_id(tokenizer, model.backbone),
             full_prompts=config.kl_weight > 0,
             exact_prefix=getattr(model.config, "exact_prefix", False),
@@ -277,7 +276,7 @@ class CombTrainer:
             group["lr"] = peak * factor
 
     def evaluate(self) -> dict[str, float]:
-        """`heldout_losses` of the held-out examples, if there are any; logged. Collective."""
+        """`Objective.heldout_losses` of the held-out examples, if there are any; logged. Collective."""
         if not self.heldout:
             return {}
         batches = BatchSampler(self.heldout, self.config, ranks=1, accumulation=1).batches(0)
@@ -285,9 +284,7 @@ class CombTrainer:
         self.model.eval()
         try:
             chosen = [[self.heldout[index] for index in batch] for batch in batches]
-            record = heldout_losses(
-                self.model, chosen, self.collate, self.accelerator, self.objective.ask_teacher, self.method.bare
-            )
+            record = self.objective.heldout_losses(chosen, self.collate, self.accelerator)
         finally:
             self.model.train(was_training)
         self.log.write(self.step, record)

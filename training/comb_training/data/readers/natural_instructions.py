@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import re
-from collections import Counter
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from itertools import chain
 from pathlib import Path
 from typing import Literal
@@ -162,7 +161,7 @@ def _tasks(side: DatasetSide) -> list[InstructionTask]:
     found = []
     for file in files:
         record = read_object(file, side.name)
-        shown, instances = _parts(record, "Positive Examples"), _parts(record, "Instances")
+        shown, instances = record.parts("Positive Examples"), record.parts("Instances")
         name = file.name.removesuffix(".gz").removesuffix(".json")
         found.append(InstructionTask(name, _instruction(record, record.texts("Definition")), shown, instances))
     return found
@@ -173,8 +172,3 @@ def _instruction(record: DatasetRow, texts: Iterable[str]) -> str:
     if not instruction.strip():
         raise ValueError(f"{record.where}: the task has no instruction")
     return instruction
-
-
-def _parts(record: DatasetRow, name: str) -> list[DatasetRow]:
-    # each counts what is left out of it alone
-    return [replace(part, left_out=Counter()) for part in record.parts(name)]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from itertools import chain
@@ -101,10 +100,7 @@ def _official(side: DatasetSide) -> list[Article]:
     for article in content.parts("data"):
         title = article.title()
         contexts = [(part.text("context"), part.parts("qas")) for part in article.parts("paragraphs")]
-        # each question counts what is left out of it alone
-        parts = [
-            (_document(text, title), [replace(row, left_out=Counter()) for row in rows]) for text, rows in contexts
-        ]
+        parts = [(_document(text, title), rows) for text, rows in contexts]
         articles.append((title or content_group(*(text for text, _ in contexts)), parts))
     if not articles:
         raise ValueError(f"{content.where}: 'data' has no article: it is a list of {{title, paragraphs}}")
