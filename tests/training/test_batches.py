@@ -230,12 +230,6 @@ def of_lengths(id: str, *lengths: int) -> TrainingExample:
     return row(id, tuple(tuple(range(n)) for n in lengths), query=3)
 
 
-def test_a_spread_has_its_order_statistics() -> None:
-    assert Spread.of(range(1, 12)) == Spread(min=1, median=6.0, p90=10.0, max=11, total=66)
-    assert Spread.of([7]) == Spread(7, 7.0, 7.0, 7, 7)
-    assert Spread.of([1, 1, 1, 1, 100]).median == 1.0
-
-
 def test_documents_count_once_and_prompts_as_often_as_they_are_read() -> None:
     statistics = TokenStatistics.of([of_lengths("a", 10, 4), of_lengths("b", 10)])
     assert (statistics.examples, statistics.different_documents) == (2, 2)

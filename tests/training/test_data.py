@@ -3,17 +3,13 @@
 from __future__ import annotations
 
 import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from comb.documents.datasets import Dataset, datasets, read_dataset
+from comb.documents.datasets import Dataset, read_dataset
 from comb.documents.document import Document, Example
-from comb_training import plugin
 from comb_training.data.side import DatasetSide, pick_distractors, seeded
 from tests.helpers.rows import WriteRows, article, texts
 
@@ -231,23 +227,3 @@ def test_unknown_names_options_and_files_are_clear_errors(tmp_path: Path) -> Non
             read_dataset(name)
         with pytest.raises(ValueError, match="num_documents must be at least 1, not 0"):
             read_dataset(name, squad_file(tmp_path), num_documents=0)
-
-
-def test_registering_is_light_and_repeatable() -> None:
-    plugin.register()
-    assert {"babi", "jsonl", "nano", "squad"} <= set(datasets.names())
-    code = """
-import sys
-import comb
-before = set(sys.modules)
-from comb_training.plugin import register
-register()
-from comb.documents.datasets import datasets
-assert "squad" in datasets.names()
-added = set(sys.modules) - before
-print(sorted(added & {"torch", "transformers", "datasets", "numpy", "pandas"}))
-"""
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(p for p in sys.path if p)}
-    result = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=False)
-    assert result.returncode == 0, result.stderr
-    assert result.stdout.split() == ["[]"]  # nothing that `import comb` did not load anyway

@@ -113,7 +113,6 @@ def test_repeats_are_counted_and_have_ids_of_their_own(tmp_path: Path, builder: 
     times = Counter(example.prompt for example in examples)
     assert set(times.values()) == {1, 2}
     again = next(example for example in examples if str(example.id).startswith("b@2/"))
-    assert again == replace(again, id=again.id)
     assert times[again.prompt] == 2
 
 

@@ -115,11 +115,6 @@ def test_gates_learn_faster_and_only_matrices_decay() -> None:
     assert not any(name.startswith("backbone.") for name in trainable)
 
 
-def test_nothing_to_train_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match="no examples"):
-        trainer(comb_model(), tmp_path, [])
-
-
 def test_a_loss_that_is_not_a_number_stops_the_run(tmp_path: Path) -> None:
     model = comb_model(gate=0.5)
     with torch.no_grad():
@@ -372,7 +367,7 @@ def test_a_full_disk_leaves_the_checkpoint_of_before(tmp_path: Path) -> None:
     limits = resource.getrlimit(resource.RLIMIT_FSIZE)
     run.optimizer.register_step_post_hook(fill)
     try:
-        with pytest.raises(CheckpointError, match=r"step 4 could not be written .*checkpoint-2 is intact"):
+        with pytest.raises(CheckpointError, match=r"step 4 could not be written .*checkpoint-2 is intact: .* auto$"):
             run.train()
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, limits)
@@ -413,15 +408,12 @@ def test_a_tokenizer_that_a_full_disk_does_not_take_is_a_checkpoint_that_was_not
         raise KeyError
 
 
-@pytest.mark.parametrize(
-    ("first", "go_on"), [(True, " of an earlier run is intact: .* {}"), (False, " is intact: .* auto")]
-)
-def test_a_full_disk_says_whose_checkpoint_is_left(tmp_path: Path, first: bool, go_on: str) -> None:
-    earlier = tmp_path / "checkpoint-3"
+def test_a_full_disk_says_whose_checkpoint_is_left(tmp_path: Path) -> None:
+    earlier, full = tmp_path / "checkpoint-3", OSError(errno.ENOSPC, "full")
     earlier.mkdir()
-    error, words = OSError(errno.ENOSPC, "full"), f"checkpoint-3{go_on.format(earlier)}$"
-    with pytest.raises(CheckpointError, match=words), saved.new_checkpoint(tmp_path, 1, keep=0, first=first):
-        raise error
+    words = f"checkpoint-3 of an earlier run is intact: .* {earlier}$"
+    with pytest.raises(CheckpointError, match=words), saved.new_checkpoint(tmp_path, 1, keep=0, first=True):
+        raise full
 
 
 def test_another_process_that_has_ended_is_no_full_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

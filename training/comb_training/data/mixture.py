@@ -1,15 +1,7 @@
-"""From a configuration's data to examples: one set, or several in one epoch, each with a weight.
+"""From a configuration's data to examples: one set, or several in one epoch, each with a weight (docs/training.md).
 
-**Weights** are shares of the epoch's examples. A set's size is the number of its examples on the train side, after all
-that is dropped. The epoch is the longest in which no set comes more often than `max_repeats` times its size: the set
-that runs out first decides; or it is `epoch_examples` long. What a set has beyond its share is left out, what it lacks
-is repeated, both counted. Sets without weights give all they have. Which examples, the seed, the set's name and its
-size decide, and no other set. (What `datasets.interleave_datasets` draws by chance comes near its shares only, and
-other sets change it.)
-
-**The held-out side** of a mixture is that of its sets, in the same shares. A set that has less than its share gives all
-it has, and the others give more; nothing is repeated. Where two sets read the same file, no row that one of them holds
-out is trained on by the other.
+Which examples a set gives, the seed, its name and its size decide, and no other set. (What
+`datasets.interleave_datasets` draws by chance comes near its shares only, and other sets change it.)
 """
 
 from __future__ import annotations

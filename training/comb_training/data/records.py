@@ -87,8 +87,7 @@ class DatasetRow:
 
     def title(self) -> str | None:
         """The field ``title``, which may be missing or blank."""
-        title = self.text("title") if "title" in self.row else ""
-        return title if title.strip() else None
+        return (self.text("title") if "title" in self.row else "") or None
 
     def label(self, *names: str) -> str | None:
         """What a row, a document or a group is called: the first of these fields that isn't blank, text or number."""

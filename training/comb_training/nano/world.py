@@ -118,8 +118,6 @@ class World:
         mixed: float = 0.25,
         longest_story: int = 10,
     ) -> None:
-        if split not in ("train", "heldout"):
-            raise ValueError(f"split must be 'train' or 'heldout', got {split!r}")
         self._random = random.Random(f"{split}:{seed}")
         self._people = pairs(FIRST_NAMES, LAST_NAMES, split)
         self._companies = pairs(COMPANY_HEADS, COMPANY_TAILS, split)

@@ -58,8 +58,8 @@ logger = logging.getLogger(__name__)
 
 
 class CombTrainer:
-    """Trains what is trainable in `model` on tokenised examples, as `TrainConfig` says. Raises ValueError if there is
-    no example, or one is over the budget.
+    """Trains what is trainable in `model` on tokenised examples, as `TrainConfig` says. Raises ValueError as
+    `BatchSampler` does.
 
     Args:
         model: as `TrainingMethod.load` gives it.
@@ -81,8 +81,6 @@ class CombTrainer:
         progress: bool = True,
     ) -> None:
         self.model: Any = model
-        if not examples:
-            raise ValueError("no examples to train on")
         self.config = config
         self.examples = examples
         self.heldout = heldout
@@ -103,7 +101,6 @@ class CombTrainer:
         self.accelerator = make_accelerator(config, use_cpu=use_cpu)
         plugin = self.accelerator.state.deepspeed_plugin
         self.sharded = plugin is not None  # DeepSpeed keeps weights or their optimizer in parts
-        self._zero3 = plugin is not None and plugin.zero_stage == 3
         self.optimizer: Any = adamw(model, config)
         self._peak_rates = [group["lr"] for group in self.optimizer.param_groups]
         self.objective = Objective(model, config)
@@ -152,7 +149,7 @@ class CombTrainer:
         set_seed(self.config.seed)
         if self.config.gradient_checkpointing:
             self.model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
-        if self._zero3:
+        if self._made_by["zero_stage"] == 3:
             self.model.agree_on_passes = distributed.agree_on_passes
         self._wrapped, self.optimizer = self.accelerator.prepare(self.model, self.optimizer)
         if self.config.method == "linktokens":  # its backbone counts as another one where it was moved or synchronised
