@@ -9,7 +9,7 @@ import unicodedata
 import zlib
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from itertools import chain
 from pathlib import Path
 from typing import Any
@@ -77,13 +77,6 @@ class DatasetRow:
         """A list field of objects, each of which counts what is left out of it alone."""
         items = enumerate(self.items(name, dict))
         return [DatasetRow(item, f"{self.where}: {name}[{index}]") for index, item in items]
-
-    def inside(self, name: str, key: str) -> DatasetRow:
-        """The object in a field, which has a `key`."""
-        value = self.row.get(name)
-        if not isinstance(value, Mapping):
-            raise ValueError(f"{self.where}: {name!r} is an object with {key!r}, got {str(value)[:80]!r}")
-        return replace(self, row=value)
 
     def title(self) -> str | None:
         """The field ``title``, which may be missing or blank."""

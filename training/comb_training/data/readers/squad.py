@@ -82,7 +82,7 @@ def _example(record: DatasetRow, documents: tuple[Document, ...], name: str, *, 
     answers: list[str] = []
     given, impossible = record.row.get("answers"), record.flag("is_impossible")
     if isinstance(given, Mapping):
-        answers = record.inside("answers", "text").items("text", str)
+        answers = replace(record, row=given).items("text", str)
     elif given is not None:
         answers = [answer.text("text") for answer in record.parts("answers")]
     # the Hub's rows have no other mark
