@@ -182,7 +182,7 @@ def _teacher(run: PreparedRun, name: str) -> tuple[Any, Any, Sequence[TrainingEx
         ids = tokenizer.encode(text, add_special_tokens=False, split_special_tokens=True)
         return Document(token_ids=tuple(ids), id=document.id, title=document.title)
 
-    texts = [example.source for example in run.examples if example.source is not None]
+    texts = (example.source for example in run.examples)
     questions = [replace(text, documents=tuple(map(rewritten, text.documents))) for text in texts]
     return model, tokenizer, tokenize(questions, prompt_builder(data, tokenizer), Counts())
 

@@ -33,7 +33,7 @@ class TrainingExample:
     """Token ids of one question: its documents apart, the prompt around them, and the target to learn.
 
     `references` are the accepted answers of the dataset, as text. `given`: from and up to which tokens of the target
-    nothing is learned, the questions between several answers. `source`: the text that it was made of.
+    nothing is learned, the questions between several answers. `source`: the `Example` that it was made of.
     """
 
     prompt: Prompt
@@ -41,7 +41,7 @@ class TrainingExample:
     id: str | None = None
     references: tuple[str, ...] = ()
     given: tuple[tuple[int, int], ...] = ()
-    source: Example | None = field(default=None, compare=False, repr=False)
+    source: Any = field(default=None, compare=False, repr=False)
 
     @property
     def segments(self) -> tuple[tuple[int, ...], ...]:

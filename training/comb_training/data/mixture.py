@@ -59,7 +59,7 @@ class ConfiguredSide:
         """As text, documents fitted, questions as the query template writes them: of a mixture those of `tokenized`."""
         if self.data.mixture:
             mixed, counts = self._mixed()  # which fit, and hence the shares, is known of tokens only
-            return [each.source for each in mixed if each.source is not None], counts
+            return [each.source for each in mixed], counts
         return self._texts(*sources(self.data))
 
     def _texts(self, source: Source) -> tuple[list[Example], Counts]:
@@ -108,8 +108,7 @@ class ConfiguredSide:
             for place, turn in drawn:
                 example, text = examples[place], examples[place].source
                 id = f"{name}{f'@{turn + 1}' if turn else ''}/{example.id}"
-                named = text and replace(text, id=id, group=f"{name}/{text.group}")
-                mixed.append(replace(example, id=id, source=named))
+                mixed.append(replace(example, id=id, source=replace(text, id=id, group=f"{name}/{text.group}")))
         return mixed, Counts(read=sum(counts.read for counts in by_set.values()), sets=by_set)
 
 
