@@ -17,7 +17,7 @@ from comb.documents.splitting import create
 from comb_training.answers import answer_prepared
 from comb_training.config import Config, DataConfig, MixtureEntry, config_from_dict, load_config
 from comb_training.data.batches import fit_documents
-from comb_training.data.mixture import ConfiguredSide, apportion, draw, epoch_numbers, heldout_numbers, set_name
+from comb_training.data.mixture import ConfiguredSide, apportion, draw, epoch_numbers, heldout_numbers
 from comb_training.nano import CHECKPOINT
 from comb_training.train import run_training
 from comb_training.trainer.prepare import prepare
@@ -250,7 +250,7 @@ def test_a_teacher_reads_what_the_student_reads(tmp_path: Path) -> None:
     taught = prepare(config(tmp_path, data, answers="on_policy", teacher=str(CHECKPOINT), answers_dir=str(tmp_path)))
     assert sum(counts.dropped[f"query and answer of more than {24} tokens"] for counts in taught.counts.sets.values())
     assert answer_prepared(taught, progress=False).examples == own.examples
-    assert {set_name(example.id) for example in own.examples} == {"a", "b"}
+    assert of_sets(own.examples).keys() == {"a", "b"}
 
 
 @pytest.mark.parametrize("method", ["comb", "linktokens"])

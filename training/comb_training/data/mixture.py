@@ -22,11 +22,6 @@ from comb_training.data.side import seeded
 from comb_training.data.sources import Source, sources
 
 
-def set_name(id: str | None) -> str:
-    """The set of a mixture that an example is from, by its id: ``name/id``, or ``name@2/id`` in the second round."""
-    return str(id).partition("/")[0].partition("@")[0]
-
-
 def prompt_builder(data: DataConfig, tokenizer: Any) -> PromptBuilder:
     """How the configured data is written as prompts."""
     return PromptBuilder(tokenizer, document_template=data.document_template, prefix=data.prefix, stop=data.stop)
@@ -85,7 +80,7 @@ class ConfiguredSide:
         return found if self.fitting is None else list(self.fitting(found, counts))
 
     def _mixed(self) -> tuple[list[TrainingExample], Counts]:
-        """The examples of a mixture in their shares."""
+        """The examples of a mixture in their shares, with ids that name the set: ``name/id``, again ``name@2/id``."""
         data, sets, found, by_set = self.data, sources(self.data), {}, {}
         for source in sets:
             texts, counts = self._texts(source)

@@ -9,7 +9,6 @@ import numpy as np
 
 from comb.evaluation.table import FittedTable
 from comb_training.data.batches import TrainingExample
-from comb_training.data.mixture import set_name
 
 
 @dataclass(frozen=True)
@@ -56,10 +55,10 @@ class TokenStatistics:
 
 
 def statistics_by_set(examples: Sequence[TrainingExample]) -> dict[str, TokenStatistics]:
-    """The statistics of each set of a mixture, by name."""
+    """The statistics of each set of a mixture, by the name that ids begin with (``name/id``, again ``name@2/id``)."""
     sets: dict[str, list[TrainingExample]] = {}
     for example in examples:
-        sets.setdefault(set_name(example.id), []).append(example)
+        sets.setdefault(str(example.id).partition("/")[0].partition("@")[0], []).append(example)
     return {name: TokenStatistics.of(own) for name, own in sets.items()}
 
 
