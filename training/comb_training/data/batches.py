@@ -17,6 +17,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
 
 from comb.documents.datasets import Counts
 from comb.documents.document import Document, Example, Prompt, PromptBuilder
@@ -203,18 +204,17 @@ class Collator:
 
     def rows(self, parts: Sequence[tuple[Sequence[int], TrainingExample]]) -> dict[str, Tensor]:
         """Prompts and the targets of their examples, padded."""
-        for _, example in parts:
+        ids, labels = [], []
+        for prompt, example in parts:
             if not example.target:
                 raise ValueError(f"example {example.id} has no target tokens: its loss would be NaN")
-        shape = (len(parts), max(len(prompt) + len(example.target) for prompt, example in parts))
-        input_ids = torch.full(shape, self.pad_token_id)
-        attention_mask = torch.zeros(shape, dtype=torch.long)
-        labels = torch.full(shape, IGNORED)
-        for index, (prompt, example) in enumerate(parts):
-            end = len(prompt) + len(example.target)
-            input_ids[index, :end] = torch.tensor([*prompt, *example.target])
-            attention_mask[index, :end] = 1
-            labels[index, len(prompt) : end] = torch.tensor(example.target)
+            learned = list(example.target)
             for start, stop in example.given:
-                labels[index, len(prompt) + start : len(prompt) + stop] = IGNORED
-        return {"input_ids": input_ids, "attention_mask": attention_mask, "labels": labels}
+                learned[start:stop] = [IGNORED] * (stop - start)
+            ids.append(torch.tensor([*prompt, *example.target]))
+            labels.append(torch.tensor([IGNORED] * len(prompt) + learned))
+        return {
+            "input_ids": pad_sequence(ids, batch_first=True, padding_value=self.pad_token_id),
+            "attention_mask": pad_sequence([torch.ones_like(row) for row in ids], batch_first=True),
+            "labels": pad_sequence(labels, batch_first=True, padding_value=IGNORED),
+        }
