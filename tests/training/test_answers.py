@@ -38,9 +38,9 @@ def answer_on_policy(
             examples,
             generate.settings_of(model, stops, max_new_tokens),
             lambda: TransformersEngine(model, 0, stops, max_new_tokens, batch_size=batch_size),
-            decode=lambda _: "", max_prompt_tokens=limit, folder=folder or elsewhere, progress=False,
+            decode=lambda _: "", max_prompt_tokens=limit, folder=folder or elsewhere, counts=counts or Counts(),
+            progress=False,
         ).answers  # fmt: skip
-    generate.count_answers(answers, counts or Counts(), limit, max_new_tokens)
     given = zip(examples, answers, strict=True)
     return [replace(e, target=answer.token_ids) for e, answer in given if answer is not None]
 

@@ -14,6 +14,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
+from comb.documents.datasets import Counts
 from comb.documents.document import Prompt
 from comb.files import write_whole
 from comb_training.answers import generate
@@ -154,7 +155,7 @@ def questions() -> list[TrainingExample]:
 def ask(engine: Echo, folder: Path, rank: int = 0, ranks: int = 1, *, wait: bool = True) -> generate.Answered:
     return generate_answers(
         questions(), SETTINGS, lambda: engine, decode=lambda ids: f"text {ids[0]}", max_prompt_tokens=9, folder=folder,
-        rank=rank, ranks=ranks, wait=wait, progress=False,
+        counts=Counts(), rank=rank, ranks=ranks, wait=wait, progress=False,
     )  # fmt: skip
 
 

@@ -60,20 +60,18 @@ class Answered:
     generated: int = 0  # by this process, in `seconds` (starting the engine comes on top)
     seconds: float = 0.0
     engine: str | None = None  # its name and version; None when it wasn't needed
+    pending: int = 0  # of other ranks, which weren't waited for
 
 
 @dataclass(frozen=True)
 class Targets:
     """Examples with their answers as targets."""
 
-    # without those whose prompt was too long (counted in the run's counts), and without those whose answer another
-    # rank has not given yet, where ranks aren't waited for (`pending` of them)
-    examples: list[TrainingExample]
+    examples: list[TrainingExample]  # without those that have no answer
     texts: list[str]  # of the answers, one per example
     scores: Scores | None  # the answers against the data's own; None when there is none yet
     answered: Answered
     folder: Path  # where the answers are kept
-    pending: int
 
 
 def choose_engine(name: str) -> str:
@@ -143,12 +141,9 @@ def answer_prepared(
         return text
 
     answered = generate_answers(
-        asked, settings, start, decode=decode, max_prompt_tokens=limit, folder=folder, progress=progress,
-        rank=distributed.rank(), ranks=distributed.world_size(), wait=wait,
+        asked, settings, start, decode=decode, max_prompt_tokens=limit, folder=folder, counts=run.counts,
+        rank=distributed.rank(), ranks=distributed.world_size(), wait=wait, progress=progress,
     )  # fmt: skip
-    fits = [len(example.prompt.flat) <= limit for example in asked]
-    within = [answer for answer, fit in zip(answered.answers, fits, strict=True) if answer is not None or not fit]
-    count_answers(within, run.counts, limit, most)
     examples, texts = [], []
     for example, answer in zip(run.examples, answered.answers, strict=True):
         if answer is None:
@@ -164,7 +159,7 @@ def answer_prepared(
         texts.append(text)
     known = [(text, e.references) for text, e in zip(texts, examples, strict=True) if e.references]
     scores = score(*map(list, zip(*known, strict=True))) if known else None
-    return Targets(examples, texts, scores, answered, folder, pending=len(answered.answers) - len(within))
+    return Targets(examples, texts, scores, answered, folder)
 
 
 def _teacher(run: PreparedRun, name: str) -> tuple[Any, Any, Sequence[TrainingExample]]:
@@ -195,6 +190,7 @@ def generate_answers(
     decode: Callable[[Sequence[int]], str],
     max_prompt_tokens: int,
     folder: str | Path,
+    counts: Counts,
     rank: int = 0,
     ranks: int = 1,
     wait: bool = True,
@@ -206,6 +202,7 @@ def generate_answers(
         engine: makes what generates; called only when an answer is missing.
         decode: text of token ids, without special tokens.
         folder: where answers are kept (`AnswerStore`), those of all ranks.
+        counts: where prompts that are too long, and answers that were cut, are counted.
         rank, ranks: this process answers every `ranks`-th set of documents, from number `rank` on.
         wait: for the answers of the other ranks.
     """
@@ -270,14 +267,11 @@ def generate_answers(
         if started is not None:
             started.close()
     answered.answers = [None if key is None else store.answers.get(key) for key in keys]
+    answered.pending = answered.answers.count(None) - keys.count(None)
+    counts.drop(f"prompt of more than {max_prompt_tokens} tokens", keys.count(None))
+    cut = sum(answer is not None and not answer.finished for answer in answered.answers)
+    counts.truncate(f"answer cut at {settings.max_new_tokens} tokens", cut)
     return answered
-
-
-def count_answers(answers: Sequence[StoredAnswer | None], counts: Counts, limit: int, max_new_tokens: int) -> None:
-    """Counts prompts that were too long and answers that were cut."""
-    counts.drop(f"prompt of more than {limit} tokens", sum(answer is None for answer in answers))
-    cut = sum(answer is not None and not answer.finished for answer in answers)
-    counts.truncate(f"answer cut at {max_new_tokens} tokens", cut)
 
 
 def settings_of(backbone: Any, stops: Sequence[int], max_new_tokens: int, name: str = "") -> AnswerSettings:

@@ -52,7 +52,7 @@ def answers(
     share = f" of rank {distributed.rank()} of {ranks}" if ranks > 1 else ""
     rate = f", {answered.generated / answered.seconds:.1f} answers/s" if answered.seconds else ""
     by = f" by {answered.engine}" if answered.engine else ""
-    pending = f", {targets.pending} left to other ranks" if targets.pending else ""
+    pending = f", {answered.pending} left to other ranks" if answered.pending else ""
     console.print(f"answers{share}: {answered.found} found, {answered.generated} generated{by}{rate}{pending}")
     if not distributed.is_main():  # the rest is the same on every rank
         return
