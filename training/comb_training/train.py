@@ -30,7 +30,7 @@ from comb.hub.push import refresh_card
 from comb_training.answers import answer_prepared
 from comb_training.config import Config
 from comb_training.data.batches import TrainingExample, join_questions
-from comb_training.data.mixture import ConfiguredSide, prompt_builder
+from comb_training.data.mixture import ConfiguredSide
 from comb_training.data.sources import with_whole_paths
 from comb_training.data.token_statistics import TokenStatistics, statistics_by_set
 from comb_training.models import training_method
@@ -209,28 +209,22 @@ Questions = tuple[list[Example], Counts]
 """Examples that methods are compared on, and what happened to the rows."""
 
 
-def evaluation_setting(model: Any, tokenizer: Any, config: Config) -> Setting:
-    """How the configured data's questions are put, which their reader writes as the template says."""
-    return Setting(model, tokenizer, prompt_builder(config.data, tokenizer))
-
-
-def evaluation_questions(model: Any, tokenizer: Any, config: Config, split: str = "heldout") -> Questions:
-    """One side of the configured data, as it is evaluated. Raises ValueError if there is none, a method is
-    unknown or doesn't fit the model, or no prompt has room."""
-    setting, longest = evaluation_setting(model, tokenizer, config), config.eval.max_new_tokens
-    length = getattr(model, "max_document_tokens", None)  # a plain backbone has none
+def evaluation_questions(setting: Setting, config: Config, split: str = "heldout") -> Questions:
+    """One side of the configured data, as it is evaluated, questions as the query template writes them. Raises
+    ValueError if there is none, a method is unknown or doesn't fit the model, or no prompt has room."""
+    length = getattr(setting.model, "max_document_tokens", None)  # a plain backbone has none
     examples, counts = ConfiguredSide(config.data, setting.builder, length, split, config.eval.limit).examples()
-    return drop_too_long(setting, examples, config.eval.methods, longest, counts), counts
+    return drop_too_long(setting, examples, config.eval.methods, config.eval.max_new_tokens, counts), counts
 
 
-def rehearse_evaluation(run: PreparedRun, config: Config) -> Questions:
+def rehearse_evaluation(run: PreparedRun) -> Questions:
     """The questions of the evaluation that stands behind a run; what it would refuse is refused here. Raises ValueError
     as `evaluation_questions` does, and for a method that can't answer."""
-    questions = evaluation_questions(run.model, run.tokenizer, config)
-    if config.train.deepspeed is None:  # which may have the weights in parts
-        setting = evaluation_setting(run.model, run.tokenizer, config)
+    setting = Setting(run.model, run.tokenizer, run.builder)
+    questions = evaluation_questions(setting, run.config)
+    if run.config.train.deepspeed is None:  # which may have the weights in parts
         run.model.eval()
-        for method in config.eval.methods:
+        for method in run.config.eval.methods:
             setting.engine(method).ask(*setting.request(method, questions[0][0]), max_new_tokens=1)
     return questions
 

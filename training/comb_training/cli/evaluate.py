@@ -135,14 +135,16 @@ def show_evaluation(
     """Evaluates, prints the tables, and writes JSON and a plot. `questions`: where they were read before."""
     from comb.evaluation.plot import Quality, draw
     from comb.evaluation.record import write_results
-    from comb.evaluation.setting import AnswerRules
+    from comb.evaluation.setting import AnswerRules, Setting
     from comb.evaluation.summary import compared, comparison_tables
     from comb.hub.push import refresh_card
-    from comb_training.train import evaluation_questions, evaluation_setting
+    from comb_training.data.mixture import prompt_builder
+    from comb_training.train import evaluation_questions
 
-    examples, counts = questions or evaluation_questions(model, tokenizer, settings, split)
+    setting = Setting(model, tokenizer, prompt_builder(settings.data, tokenizer))
+    examples, counts = questions or evaluation_questions(setting, settings, split)
     rules = AnswerRules(settings.eval.max_new_tokens, settings.data.stop)
-    rows = compared(evaluation_setting(model, tokenizer, settings), examples, settings.eval.methods, rules=rules)
+    rows = compared(setting, examples, settings.eval.methods, rules=rules)
     console.print(escape(f"{split} data: {counts}"))
     for table in comparison_tables(rows, f"{settings.data.label}, {split}"):
         console.print(table)

@@ -75,7 +75,7 @@ def train(
         console.print(f"data: {escape(str(run.counts))}")
         console.print(data_table(run.examples, by_set=bool(settings.data.mixture)))
         if evaluation and not questions:  # what can't be evaluated is an error now, not when the training is done
-            questions.append(rehearse_evaluation(run, settings))
+            questions.append(rehearse_evaluation(run))
 
     try:
         with of_file(config, overrides or []):
