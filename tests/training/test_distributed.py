@@ -6,6 +6,7 @@ import json
 import os
 import subprocess
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -42,22 +43,18 @@ def configuration(folder: Path, *, model: dict[str, Any] | None = None, **train:
     return path
 
 
-def command(config: Path, ranks: int, *arguments: str) -> list[str]:
+def command(config: Path, ranks: int, *arguments: str, run: Sequence[str] = ("-m", "comb_training.train")) -> list[str]:
     launcher = ["-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={ranks}"] if ranks else []
-    return [sys.executable, *launcher, "-m", "comb_training.train", str(config), *arguments]
+    return [sys.executable, *launcher, *run, str(config), *arguments]
 
 
-def train(config: Path, ranks: int, *arguments: str) -> subprocess.CompletedProcess[str]:
-    done = subprocess.run(
-        command(config, ranks, *arguments),
-        env=ENVIRONMENT,
-        capture_output=True,
-        text=True,
-        timeout=TIMEOUT,
-        check=False,
-    )
+def ended(command: list[str]) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(command, env=ENVIRONMENT, capture_output=True, text=True, timeout=TIMEOUT, check=False)
+
+
+def train(config: Path, ranks: int, *arguments: str) -> None:
+    done = ended(command(config, ranks, *arguments))
     assert done.returncode == 0, done.stderr[-4000:]
-    return done
 
 
 def losses(folder: Path) -> list[tuple[int, float]]:
@@ -82,9 +79,7 @@ main(["train", *os.sys.argv[1:]])
 def kill_at_step_13(config: Path) -> None:
     script = config.parent / "killed.py"
     script.write_text(KILLED_AT_13)
-    arguments = [item for item in command(config, 2) if item not in ("comb_training.train",)]
-    arguments[arguments.index("-m", 3)] = str(script)
-    done = subprocess.run(arguments, env=ENVIRONMENT, capture_output=True, text=True, timeout=TIMEOUT, check=False)
+    done = ended(command(config, 2, run=[str(script)]))
     assert done.returncode != 0
     assert "SIGKILL" in done.stderr, done.stderr[-4000:]
     assert "error: another process of this run has ended, see its output" in done.stderr, done.stderr[-4000:]
