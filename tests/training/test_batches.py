@@ -136,10 +136,6 @@ def flat(batches: list[list[int]]) -> list[int]:
     return [index for batch in batches for index in batch]
 
 
-def document_tokens(rows: list[TrainingExample]) -> int:
-    return sum(map(len, {segment for each in rows for segment in each.segments}))
-
-
 @pytest.mark.parametrize("ranks", [1, 2, 3])
 @pytest.mark.parametrize("accumulation", [1, 4])
 @pytest.mark.parametrize(
@@ -156,7 +152,8 @@ def test_every_example_once_within_the_budget(ranks: int, accumulation: int, con
         for batch in batches:
             chosen = [rows[index] for index in batch]
             assert 1 <= len(chosen) <= config.batch_size
-            assert config.batch_document_tokens is None or document_tokens(chosen) <= config.batch_document_tokens
+            documents = sum(map(len, {segment for each in chosen for segment in each.segments}))
+            assert config.batch_document_tokens is None or documents <= config.batch_document_tokens
             queries = len(chosen) * max(map(row_length, chosen))
             assert config.batch_query_tokens is None or queries <= config.batch_query_tokens
 

@@ -39,22 +39,16 @@ from comb_training.trainer.trainer import CombTrainer
 from tests.helpers.training import backbone, comb_model, examples, trainer
 
 
-def catch_gradients(run: CombTrainer) -> dict[str, torch.Tensor]:
-    """Fills with the gradients of the next optimizer steps."""
+def one_step(folder: Path, batch_size: int, accumulation: int, **more: Any) -> tuple[float, dict[str, torch.Tensor]]:
+    """Its loss and gradients."""
+    config = {"batch_size": batch_size, "gradient_accumulation_steps": accumulation, "steps": 1, "max_grad_norm": 0.0}
+    run = trainer(comb_model(gate=0.5), folder, **config, **more)
     gradients: dict[str, torch.Tensor] = {}
 
     def catch(*_: Any) -> None:
         gradients.update({n: p.grad.clone() for n, p in run.model.named_parameters() if p.grad is not None})
 
     run.optimizer.register_step_pre_hook(catch)
-    return gradients
-
-
-def one_step(folder: Path, batch_size: int, accumulation: int, **more: Any) -> tuple[float, dict[str, torch.Tensor]]:
-    config = {"batch_size": batch_size, "gradient_accumulation_steps": accumulation, "steps": 1, "max_grad_norm": 0.0}
-    config |= more
-    run = trainer(comb_model(gate=0.5), folder, **config)
-    gradients = catch_gradients(run)
     run.train()
     return run.losses[0][1], gradients
 
