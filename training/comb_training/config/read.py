@@ -145,9 +145,8 @@ def _override(content: Mapping[str, Any], item: str) -> dict[str, Any]:
 def _validate(content: Mapping[str, Any], source: str, *, alone: bool = False) -> Config | None:
     """The configuration, or a ValueError with all mistakes. `alone`: it is a part of one only: whether values fit
     together can't be told, and None is returned if not."""
-    given = {name: {} if value is None and name in SECTIONS else value for name, value in content.items()}
     try:
-        return TypeAdapter(Config).validate_python(given)
+        return TypeAdapter(Config).validate_python(content)
     except ValidationError as error:
         mistakes = [item for item in error.errors() if not (alone and item["type"] == "value_error")]
         if not mistakes:

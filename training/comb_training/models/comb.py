@@ -17,14 +17,7 @@ from comb.model.modeling import CombForCausalLM
 from comb.model.weights import read_weights
 from comb_training.config import Config
 from comb_training.data.batches import TrainingExample
-from comb_training.models.method import (
-    TrainingMethod,
-    adapter_place,
-    device_of,
-    dtype_of,
-    trained_options,
-    training_methods,
-)
+from comb_training.models.method import TrainingMethod, adapter_place, device_of, dtype_of, trained_options
 
 logger = logging.getLogger(__name__)
 
@@ -32,7 +25,6 @@ FITTED_ON = 24
 """Prompts that fresh blocks are fitted on: a coefficient for each head is soon known."""
 
 
-@training_methods.register("comb")
 class CombTraining(TrainingMethod):
     """Source: COMB sec. 5.2."""
 

@@ -19,14 +19,7 @@ from comb.linking.masks import FRESH, PADDING
 from comb.linktokens.modeling import LinkTokensForCausalLM
 from comb_training.config import Config
 from comb_training.data.batches import Collator, TrainingExample
-from comb_training.models.method import (
-    TrainingMethod,
-    device_of,
-    dtype_of,
-    plain_config,
-    trained_options,
-    training_methods,
-)
+from comb_training.models.method import TrainingMethod, device_of, dtype_of, plain_config, trained_options
 
 
 @dataclass
@@ -53,7 +46,6 @@ def starting_tokens(backbone: str, count: int | None) -> list[int]:
     return passage if count is None else list(islice(cycle(reversed(passage)), count))[::-1]
 
 
-@training_methods.register("linktokens")
 class LinkTokensTraining(TrainingMethod):
     """Source: KV Packet (arXiv:2604.13226); docs/linktokens.md says what is other here."""
 

@@ -21,7 +21,6 @@ from comb.backbones.tokenizer import load_tokenizer
 from comb.documents.datasets import Counts
 from comb.files import read_json
 from comb.model.source import ModelSource
-from comb.registry import Registry
 from comb_training.config import Config
 from comb_training.data.batches import Collator, TrainingExample
 
@@ -78,14 +77,6 @@ class TrainingMethod(ABC):
         kept = [example for example in examples if len(example.prompt.flat) + len(example.target) <= longest]
         counts.drop(f"prompt and answer of more than {longest} tokens", len(examples) - len(kept))
         return kept
-
-
-training_methods: Registry[type[TrainingMethod]] = Registry("training method", "comb_training.models")
-
-
-def training_method(name: str) -> TrainingMethod:
-    """The method called `name`. Raises ValueError naming the known ones."""
-    return training_methods.get(name)()
 
 
 def adapter_place(config: Config) -> dict[str, Any]:

@@ -31,12 +31,7 @@ from comb_training.data.batches import IGNORED, TrainingExample
 from comb_training.models import training_method
 from comb_training.models.method import padding_id
 from comb_training.trainer import distributed
-from comb_training.trainer.accelerator import (
-    load_engine,
-    make_accelerator,
-    settle_engine,
-    trained_weights,
-)
+from comb_training.trainer.accelerator import load_engine, make_accelerator, settle_engine, trained_weights
 from comb_training.trainer.checkpoints import (
     MAY_CHANGE,
     RANDOM_STATE,
