@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 from tqdm import tqdm
 
@@ -38,16 +38,8 @@ POLL_SECONDS = 0.5
 
 ENGINES = ("auto", "transformers", "vllm")
 
-
-class AnsweringEngine(Protocol):
-    """Something that answers greedily: the answers to a batch, in its order, until it is closed."""
-
-    name: str
-    batch_size: int
-
-    def __call__(self, examples: Sequence[TrainingExample]) -> list[StoredAnswer]: ...
-
-    def close(self) -> None: ...
+AnsweringEngine = TransformersEngine | VllmEngine
+"""What answers greedily: the answers to a batch of examples, in its order, until it is closed."""
 
 
 @dataclass

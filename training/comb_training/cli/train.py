@@ -74,7 +74,7 @@ def train(
     def prepared(run: PreparedRun) -> None:
         console.print(f"data: {escape(str(run.counts))}")
         console.print(data_table(run.examples, by_set=bool(settings.data.mixture)))
-        if evaluation and not questions:  # what can't be evaluated is an error now, not when the training is done
+        if evaluation:  # what can't be evaluated is an error now, not when the training is done
             questions.append(rehearse_evaluation(run))
 
     try:
