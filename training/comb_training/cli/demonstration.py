@@ -77,13 +77,12 @@ def run_demo(folder: Path, *, train_steps: int, questions: int, seed: int, conso
     console.print(f"data: {result.counts}")
     console.print(
         f"backbone frozen with {total - trainable:,} parameters, {trainable:,} trained; "
-        f"{record['tokens']['examples']} answers generated in {record['answer_seconds']:.0f} s"
-        + (f" ({100 * record['teacher']['em']:.1f}% exactly right)" if record["teacher"] else "")
+        f"{record['tokens']['examples']} answers generated in {record['answer_seconds']:.0f} s "
+        f"({100 * record['teacher']['em']:.1f}% exactly right)"
     )
-    if losses:
-        console.print(
-            f"loss {losses[0][1]:.3f} -> {losses[-1][1]:.3f} in {record['steps']} steps, {record['seconds']:.0f} s"
-        )
+    console.print(
+        f"loss {losses[0][1]:.3f} -> {losses[-1][1]:.3f} in {record['steps']} steps, {record['seconds']:.0f} s"
+    )
 
     console.rule("Questions over documents, with the adapter loaded from disk")
     model = CombForCausalLM.from_pretrained(folder)
