@@ -13,6 +13,7 @@ from transformers import set_seed
 from comb.backbones.adapter import check_no_model_in
 from comb.backbones.attention_calls import choose_attention
 from comb.backbones.discovery import inspect_backbone
+from comb.backbones.tracebacks import named
 from comb.documents.datasets import Counts
 from comb.documents.document import PromptBuilder
 from comb.evaluation.record import check_writable
@@ -46,22 +47,18 @@ def prepare(config: Config, *, resume: str | Path | None = None) -> PreparedRun:
     written to, options that make no sense, data that is missing, malformed or empty, or a backbone without a tokenizer
     it fits."""
     check_tools(config.train)  # before hours of answers
-    train = config.train
-    folders: list[tuple[str, str, tuple[str, ...]]] = [("train.output_dir", train.output_dir, (*PUBLISHED, LOG))]
+    train, out = config.train, Path(config.train.output_dir)
+    with named("train.output_dir"):
+        check_writable(out, *PUBLISHED, LOG)
+        check_no_model_in(out)
+        read_card(out)  # which the adapter's own is written into
     if train.answers == "on_policy":
-        folders.append(("train.answers_dir", train.answers_dir or str(Path(train.output_dir) / "answers"), ()))
-    for name, folder, files in folders:
-        try:
-            check_writable(folder, *files)
-            if files:
-                check_no_model_in(folder)
-                read_card(Path(folder))  # which the adapter's own is written into
-        except ValueError as error:
-            raise ValueError(f"{name}: {error}") from error
+        with named("train.answers_dir"):
+            check_writable(train.answers_dir or out / "answers")
     set_threads(config)
     choose_attention(device_of(config))
-    set_seed(config.train.seed)
-    method = training_method(config.train.method)
+    set_seed(train.seed)
+    method = training_method(train.method)
     with options_named(method.adapter, config.model.options):
         model = method.load(config)
     tokenizer = model_tokenizer(config, model)
