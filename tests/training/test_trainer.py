@@ -275,6 +275,12 @@ def test_what_a_run_goes_on_with_has_to_be_its_own(tmp_path: Path, caplog: pytes
         tuned.backbone.get_input_embeddings().weight.mul_(1.5)
     with pytest.raises(ValueError, match="checkpoint-2 can't go on: the backbone's embedding differs"):
         trainer(tuned, tmp_path, **config).train(tmp_path / "checkpoint-2")
+    config_file = tmp_path / "checkpoint-2" / "config.json"
+    adapter = json.loads(config_file.read_text())
+    config_file.write_text(json.dumps(adapter | {"backbone_fingerprint": {"shapes": ""}}))
+    with pytest.raises(ValueError, match=r"checkpoint-2 can't go on: .*see its config\.json"):
+        trainer(comb_model(), tmp_path, **config).train(tmp_path / "checkpoint-2")
+    config_file.write_text(json.dumps(adapter))
     path = tmp_path / "checkpoint-2" / "trainer_state.json"
     state = json.loads(path.read_text())
     path.write_text(json.dumps(state | {"made_by": {"ranks": 2, "zero_stage": None}, "examples": "others"}))

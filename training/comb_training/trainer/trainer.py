@@ -24,6 +24,7 @@ from transformers.trainer import OPTIMIZER_NAME, TRAINER_STATE_NAME
 from transformers.utils import CONFIG_NAME
 
 from comb.backbones.adapter import check_fingerprint
+from comb.backbones.damage import explained
 from comb.backbones.identity import weights_fingerprint
 from comb.model.adapter import floating
 from comb_training.config import TrainConfig
@@ -329,11 +330,11 @@ class CombTrainer:
             )
         with reading(folder, CONFIG_NAME):
             adapter = json.loads((folder / CONFIG_NAME).read_text(encoding="utf-8"))
-        if adapter.get("backbone_fingerprint") is not None:
+            known, name = adapter.get("backbone_fingerprint"), adapter["backbone_name_or_path"]
+        if known is not None:
             try:  # what it has learned, and its scores, would be of other weights
-                check_fingerprint(
-                    self.model.backbone, adapter["backbone_fingerprint"], adapter["backbone_name_or_path"]
-                )
+                with explained(folder):
+                    check_fingerprint(self.model.backbone, known, name)
             except ValueError as error:
                 raise ValueError(f"{folder} can't go on: {error}") from error
         if state.get("examples", self._data["examples"]) != self._data["examples"]:
