@@ -491,7 +491,11 @@ def test_the_command_line_is_read_into_values() -> None:
     assert (options.host_bytes, options.disk_bytes, options.tenant_share, options.encoder) == (1024, None, 0.25, False)
     assert options.admin_hash == key_hash("key")
     assert options.given("encoder", "pool_block", "pool_bytes") == ["--encoder", "--comb-pool-bytes"]
-    for wrong, message in (({"host_bytes": "big"}, "512MiB"), ({"encoder": "x"}, "--encoder is on or off, not 'x'")):
+    for wrong, message in (
+        ({"host_bytes": "big"}, "512MiB"),
+        ({"encoder": "x"}, "--encoder is on or off, not 'x'"),
+        ({"admin_hash": "key\n"}, "the admin key is empty, isn't ASCII, or has spaces or a line's end"),
+    ):
         with pytest.raises(ValueError, match=message):
             ServeOptions.read({**given, **wrong})
 

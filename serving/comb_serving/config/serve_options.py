@@ -48,6 +48,13 @@ def key_hash(key: str) -> str:
     return hashlib.sha256(key.encode("utf-8", "surrogateescape")).hexdigest()
 
 
+def hash_of_own(key: str, what: str = "an API key") -> str:
+    """`key_hash` of a key of the server's. Raises ValueError for one that no client's header can hold."""
+    if not key or key != key.strip() or not key.isascii():
+        raise ValueError(f"{what} is empty, isn't ASCII, or has spaces or a line's end around it: give it without")
+    return key_hash(key)
+
+
 def option(
     written: Any,
     help: str,
@@ -133,7 +140,7 @@ class ServeOptions:
     )  # fmt: skip
     admin_hash: str | None = option(
         None, f"key that may switch encoder or method at `/v1/comb`; better by `{ADMIN_KEY}`", "--comb-admin-key",
-        read=lambda key: key_hash(key) if key else None, envvar=ADMIN_KEY,
+        read=lambda key: hash_of_own(key, "the admin key") if key else None, envvar=ADMIN_KEY,
     )  # fmt: skip
     # what `comb serve` finds out itself
     link_tokens: str | None = None  # the adapter whose link tokens documents are compiled behind

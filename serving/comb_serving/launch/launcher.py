@@ -27,7 +27,7 @@ from typing import Any
 from comb.backbones.loading import backbone_beside, resolve_name
 from comb.documents.rendering import template_arguments
 from comb_serving.config.instance import READY, instance_folder, note_segments, own_disk
-from comb_serving.config.serve_options import ADMIN_KEY, ServeOptions, key_hash
+from comb_serving.config.serve_options import ADMIN_KEY, ServeOptions, hash_of_own
 from comb_serving.launch.server_process import StartLog, end_with_parent
 
 logger = logging.getLogger(__name__)
@@ -128,16 +128,14 @@ def read_flags(
         if values[name] != 1:
             raise ValueError(f"comb serve has one manager of one pool: --{name} must be 1, not {values[name]}")
     keys = found.api_key or list(filter(None, [environment.get("VLLM_API_KEY")]))
-    if any(not key or key != key.strip() or not key.isascii() for key in keys):
-        # of a variable that isn't set vLLM makes a server that asks for no key; of the others, one that takes none
-        raise ValueError("an API key is empty, isn't ASCII, or has spaces or a line's end around it: give it without")
     return ServerFlags(
         host=found.host or "localhost",
         port=found.port,
         uds=found.uds,
         tls=bool(found.ssl_certfile or found.ssl_keyfile),
         ranks=found.tensor_parallel_size,
-        key_hashes=tuple(map(key_hash, keys)),
+        # of an empty one, as of a variable that isn't set, vLLM would make a server that asks for no key
+        key_hashes=tuple(map(hash_of_own, keys)),
         named=bool(found.served_model_name),
         chat_template_kwargs=template_arguments(found.default_chat_template_kwargs, "--default-chat-template-kwargs"),
     )
