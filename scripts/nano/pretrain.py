@@ -274,7 +274,7 @@ def main() -> None:
     recipe, output = PretrainRecipe(), Path(sys.argv[1]) if sys.argv[1:] else CHECKPOINT
     torch.set_num_threads(recipe.threads)
     trainer = Trainer(recipe, output)
-    scores = trainer.run()
+    trainer.save(scores := trainer.run())  # hours of work, in front of what may fail
     result = exact_match(trainer.model, trainer.tokenizer, num_scenes=100, seed=20_000)
     logger.info("held-out greedy generation: %s", result)
     trainer.save(scores, held_out_generate=result)
