@@ -188,6 +188,9 @@ def test_a_new_head_is_found_as_far_as_it_begins_like_another(family: str, monke
         expected = afresh(method, picaches, monkeypatch, prefix)
         assert error(state.logits, expected) < EXACT
         assert error(again.logits, expected) < EXACT
+    kept = prefixes_of(method.backbone)  # each piece counts once, a cut one with all that it was cut from
+    pieces = {id(piece): piece for prefix in kept._found.values() for piece in prefix.pieces}.values()
+    assert kept.nbytes == sum(one.untyped_storage().nbytes() for piece in pieces for one in piece.tensors().values())
 
 
 @pytest.mark.parametrize("spec", ["naive", "prefix"])
