@@ -24,7 +24,6 @@ from comb.linking.cache import (
     ScatterCache,
     ScatteredRows,
     ordinary_cache,
-    plain_layer,
     roomy_size,
 )
 from comb.linking.masks import Masks
@@ -131,7 +130,8 @@ def recompute_in_order(model: Any, cache: ScatterCache, token_ids: Tensor, posit
     takes = takes_positions(model)
     for first, last in ScatteredRows(cache.rows.length, positions).runs():
         before = DynamicCache()
-        before.layers = [plain_layer(layer.keys[:, :, :first], layer.values[:, :, :first]) for layer in cache.layers]
+        # a layer's weights may lie on another device than what it is given: these follow
+        before.layers = [RoomyLayer(each.keys[:, :, :first], each.values[:, :, :first], first) for each in cache.layers]
         cache.rows.positions = torch.arange(first, last)
         where = cache.rows.positions[None]
         ids, mask = token_ids[cache.rows.positions][None], torch.ones(1, last, dtype=torch.long)

@@ -13,6 +13,7 @@ from transformers.cache_utils import DynamicCache
 
 from comb import methods
 from comb.cache.picache import DecoderPICache
+from comb.linking import passes
 from comb.linking.cache import RoomyLayer, ScatterCache, Span, assemble, fork_cache
 from comb.linking.masks import Masks, masked_attention
 from comb.linking.passes import recompute, recompute_in_order
@@ -349,6 +350,21 @@ def test_rows_of_a_pass_may_differ_by_rounding() -> None:
         model.model.embed_tokens.register_forward_hook(lambda _, __, out: out + 0.1 * len(passes))
         with pytest.raises(UnmovableError, match="no rotary embedding"):  # what differs between passes is no rounding
             find_positions(model)
+
+
+def test_what_is_computed_run_by_run_follows_a_layer_to_its_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A model's later layers may lie on another device than what is kept of documents."""
+
+    def run(model: Any, token_ids: Tensor, cache: Any, **_: Any) -> Tensor:
+        new = torch.empty(1, 2, token_ids.shape[1], 4, device="meta")
+        cache.update(new, new, 0)
+        return torch.zeros(*token_ids.shape, 4)
+
+    monkeypatch.setattr(passes, "run_decoder", run)
+    for rows in ([0, 1, 4], [2, 3, 6]):
+        cache = ScatterCache(8, [(torch.zeros(1, 2, 8, 4), torch.zeros(1, 2, 8, 4))])
+        recompute_in_order(model_of("llama"), cache, torch.arange(8), torch.tensor(rows))
+        assert cache.layers[0].keys.device.type == "meta"
 
 
 def recorded(method: Any) -> list[list[int]]:
