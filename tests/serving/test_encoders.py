@@ -23,7 +23,7 @@ from comb.cache.store import PICacheStore
 from comb.model.modeling import ENCODE_BATCH_TOKENS
 from comb_serving.config.serve_options import ServeOptions, pool_path
 from comb_serving.encoding import supervisor
-from comb_serving.encoding.process import EncoderWorker, batches, drop_decoder
+from comb_serving.encoding.process import EncoderWorker, batches, drop_decoder, receive
 from comb_serving.encoding.protocol import EncodeJob, EncoderError, decode_message, encode_message
 from comb_serving.encoding.supervisor import ENCODER, EncoderProcess
 from comb_serving.manager.leases import WantedDocument
@@ -286,6 +286,18 @@ def test_lines_that_are_no_message_are_refused() -> None:
     for cut in (b"", b'{"job": 1}'):
         with pytest.raises(ConnectionResetError, match="closed"):
             decode_message(cut)
+
+
+@pytest.mark.parametrize("line", [b"{\n", b"[" * 50_000 + b"\n", b'{"job": 1}\n', b""])
+def test_an_encoder_ends_over_what_is_no_message(line: bytes, monkeypatch: pytest.MonkeyPatch) -> None:
+    status: list[int] = []
+    monkeypatch.setattr(os, "_exit", status.append)
+    ours, theirs = socket.socketpair()
+    with ours:
+        with theirs:
+            theirs.sendall(line)
+        receive(ours, queue.Queue())
+    assert status == [0]
 
 
 @pytest.mark.parametrize("family", ["llama", "gpt2", "gemma3"])

@@ -240,7 +240,7 @@ def receive(connection: socket.socket, waiting: queue.Queue[EncodeJob | str | No
             for line in lines:
                 message = decode_message(line)
                 waiting.put(str(message["forget"]) if "forget" in message else EncodeJob.parse(message))
-    except (OSError, KeyError, TypeError, ValueError) as error:
+    except (OSError, KeyError, TypeError, ValueError, RecursionError) as error:
         logger.info("no more documents: %r", error)
     os._exit(0)
 
