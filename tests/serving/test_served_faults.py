@@ -40,7 +40,8 @@ def kill_now_and_then(
 ) -> list[int]:
     """Kills the encoder several times, at its work, at rest or while it starts; returns whom.
 
-    It ends when the server has recovered: then most of the answers that clients add to `answers` are good ones.
+    It ends when the server has recovered: then most of the answers that clients add to `answers` are good ones, and
+    more of those since the last kill than were on their way then, with documents of the killed one.
     """
     killed: list[int] = []
     deadline = time.monotonic() + 200
@@ -51,7 +52,13 @@ def kill_now_and_then(
             if pid is not None and pid not in killed:
                 os.kill(pid, signal.SIGKILL)
                 killed.append(pid)
-        wait_for(lambda: sum(status == 200 for _, (status, _) in answers) > max(10, len(answers) / 2 + CLIENTS), 200)
+        before = len(answers)
+
+        def recovered() -> bool:
+            good = [status == 200 for _, (status, _) in answers]
+            return sum(good[before:]) > CLIENTS and sum(good) > max(10, len(good) / 2 + CLIENTS)
+
+        wait_for(recovered, 200)
     finally:
         ended.set()
     return killed
