@@ -21,6 +21,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig, Pre
 from transformers.configuration_utils import PretrainedConfig
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
+from comb.backbones.damage import weight_files
 from comb.backbones.torch_private import is_plain
 from comb.backbones.unpublished import public_name
 from comb.files import read_json
@@ -176,19 +177,21 @@ def fingerprint(model: PreTrainedModel) -> dict[str, Any]:
     """Identifies a backbone's weights by all parameters' shapes and a sample of its embedding table:
     ``{"shapes": sha256 hex, "embedding": base64 of float32 values, "embedding_shape": [rows, hidden]}``.
     """
-    shapes = hashlib.sha256()
-    for name, parameter in sorted(model.named_parameters()):
-        shapes.update(f"{name}:{tuple(parameter.shape)};".encode())
     table = model.get_input_embeddings().weight.detach()
     if table.is_meta:
         raise ValueError("its embedding table is offloaded, and names the weights: keep it on a device (device_map)")
     # values, not their hash: the same weights in another dtype have to match
     sample = table[_places(table.shape[0], table.shape[1], table.device)].float().cpu()
     return {
-        "shapes": shapes.hexdigest(),
+        "shapes": _shapes(model),
         "embedding_shape": list(table.shape),
         "embedding": _encoded(sample),
     }
+
+
+def _shapes(model: PreTrainedModel) -> str:
+    found = (f"{name}:{tuple(parameter.shape)};" for name, parameter in sorted(model.named_parameters()))
+    return hashlib.sha256("".join(found).encode()).hexdigest()
 
 
 def fingerprint_with_weights(model: PreTrainedModel) -> dict[str, Any]:
@@ -235,21 +238,25 @@ def check_stored(folder: Path, config: AdapterConfig) -> None:
     """Raises ValueError if the layers in a backbone's files (safetensors) aren't those that an adapter was trained on.
 
     For who lets others load them (vLLM): a weight is compared where it has the name there, and the shape, that
-    transformers gives it.
+    transformers gives it. What was, or is, another model than its configuration says (PEFT's, quantised) isn't.
     """
-    known = (config.backbone_fingerprint or {}).get("weights")
-    if known is None or read_json(folder / "config.json").get("quantization_config") is not None:
+    known, settings = config.backbone_fingerprint or {}, folder / "config.json"
+    if "weights" not in known or config.backbone_config is None or not settings.is_file():
+        return
+    if read_json(settings).get("quantization_config") is not None:
         return
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(copy.copy(config.backbone_config))
-    names = sorted(model.named_parameters())
-    theirs = {(name, weight.shape): value for (name, weight), value in zip(names, _decoded(known), strict=True)}
-    for path in folder.glob("*.safetensors"):
+    if _shapes(model) != known["shapes"]:
+        return
+    values = zip(sorted(model.named_parameters()), _decoded(known["weights"]), strict=True)
+    theirs = {(name, weight.shape): value for (name, weight), value in values}
+    for path in (file for file in weight_files(folder) if file.suffix == ".safetensors"):
         with safe_open(path, framework="pt") as file:
             for name in file.keys():  # noqa: SIM118 - it is no mapping
                 part = file.get_slice(name)
                 shape = torch.Size(part.get_shape())
-                if (name, shape) in theirs:
+                if (name, shape) in theirs and shape.numel():
                     middle = torch.unravel_index(torch.tensor(shape.numel() // 2), shape)
                     value = part[tuple(slice(int(at), int(at) + 1) for at in middle)].float().reshape(())
                     _check_middles(value, theirs[name, shape], _hint(config.backbone_name_or_path))

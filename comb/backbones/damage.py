@@ -101,12 +101,12 @@ def _explanation(error: Exception, place: str, folder: Path | None, tokenizer: b
     return DamagedError(f"{what} can't be loaded {why}: {remedy}")
 
 
-def local_folder(place: str | Path) -> Path | None:
+def local_folder(place: str | Path, revision: str | None = None) -> Path | None:
     """A checkpoint's folder: itself, or what the Hub's cache has of it."""
     if Path(place).is_dir():
         return Path(place)
     try:
-        cached = try_to_load_from_cache(str(place), "config.json")
+        cached = try_to_load_from_cache(str(place), "config.json", revision=revision)
     except ValueError:  # no name that the Hub takes
         return None
     return Path(cached).parent if isinstance(cached, str) else None
@@ -166,26 +166,30 @@ def _no_weights(folder: Path) -> str | None:
     return None
 
 
+def weight_files(folder: Path) -> list[Path]:
+    """The files of weights that ``from_pretrained`` would read there."""
+    for name in ("model.safetensors", "pytorch_model.bin"):
+        index = folder / f"{name}.index.json"
+        if (folder / name).is_file():
+            return [folder / name]
+        if index.is_file():
+            return [folder / shard for shard in sorted({*read_json(index)["weight_map"].values()})]
+    return []
+
+
 def headers(folder: Path) -> dict[str, Tensor]:
     """The tensors that ``from_pretrained`` would read there, without their values (on the meta device)."""
     found: dict[str, Tensor] = {}
-    for name in ("model.safetensors", "pytorch_model.bin"):
-        index = folder / f"{name}.index.json"
-        whole = (folder / name).is_file()
-        shards = [name] if whole else sorted({*read_json(index)["weight_map"].values()}) if index.is_file() else []
-        for shard in shards:
-            path = folder / shard
-            with explained(folder):
-                if path.suffix == ".safetensors":
-                    with safe_open(path, framework="pt") as file:
-                        slices = {key: file.get_slice(key) for key in file.keys()}  # noqa: SIM118 - it is no mapping
-                        shapes = {key: part.get_shape() for key, part in slices.items()}
-                    found.update((key, torch.empty(shape, device="meta")) for key, shape in shapes.items())
-                else:
-                    held: Mapping[str, Any] = torch.load(path, map_location="meta", weights_only=True)
-                    found.update((key, value) for key, value in held.items() if isinstance(value, Tensor))
-        if found:
-            break
+    for path in weight_files(folder):
+        with explained(folder):
+            if path.suffix == ".safetensors":
+                with safe_open(path, framework="pt") as file:
+                    slices = {key: file.get_slice(key) for key in file.keys()}  # noqa: SIM118 - it is no mapping
+                    shapes = {key: part.get_shape() for key, part in slices.items()}
+                found.update((key, torch.empty(shape, device="meta")) for key, shape in shapes.items())
+            else:
+                held: Mapping[str, Any] = torch.load(path, map_location="meta", weights_only=True)
+                found.update((key, value) for key, value in held.items() if isinstance(value, Tensor))
     return found
 
 

@@ -122,5 +122,5 @@ def check_checkpoint(name: str | Path, backbone: str | None = None) -> None:
     check_headers(folder, config)
     where = resolve_name(backbone or backbone_of_adapter(config, place))
     check_weights(where)
-    if (stored := local_folder(where)) is not None:
+    if (stored := local_folder(where, None if backbone else config.backbone_revision)) is not None:
         check_stored(stored, config)

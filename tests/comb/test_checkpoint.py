@@ -11,10 +11,12 @@ from typing import Any
 
 import pytest
 import torch
+from peft import LoraConfig, get_peft_model
 from safetensors.torch import load_file, save_file
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
 from comb import CombConfig, CombForCausalLM
+from comb.backbones import damage
 from comb.backbones.loading import resolve_name
 from comb.model.conversion import convert_release
 from comb.model.weights import check_checkpoint
@@ -254,6 +256,31 @@ def test_a_server_sees_other_layers_in_the_backbones_files(saved: Path) -> None:
     save_file(weights, path, metadata={"format": "pt"})
     with pytest.raises(ValueError, match=r"not the layers it was trained on; this adapter belongs to .*backbone"):
         check_checkpoint(saved / "adapter")
+
+
+def test_a_server_compares_only_what_is_known_to_be_read(saved: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder, adapter = saved / "backbone", saved / "adapter"
+    others = {name: weight + 1 for name, weight in load_file(folder / "model.safetensors").items()}
+    save_file(others, folder / "consolidated.safetensors")  # in the folder, and read by nobody
+    check_checkpoint(adapter)
+    # PEFT's folder has no config.json; with one, the model that was trained on has weights that this doesn't speak of
+    tuned = get_peft_model(AutoModelForCausalLM.from_pretrained(folder), LoraConfig(target_modules=["q_proj"]))
+    tuned.save_pretrained(saved / "tuned")
+    CombForCausalLM.from_backbone(saved / "tuned", num_encoder_layers=1).save_pretrained(saved / "on_tuned")
+    check_checkpoint(saved / "on_tuned")
+    for name in ("config.json", "model.safetensors"):
+        shutil.copy(folder / name, saved / "tuned")
+    check_checkpoint(saved / "on_tuned")
+    # another revision than the adapter's is in the Hub's cache
+    shutil.copytree(folder, saved / "main")
+    save_file(others, saved / "main" / "model.safetensors", metadata={"format": "pt"})
+    edit(adapter / "config.json", backbone_name_or_path="someone/model", backbone_revision="v1")
+    cached = {None: saved / "main" / "config.json", "v1": folder / "config.json"}
+    monkeypatch.setattr(damage, "try_to_load_from_cache", lambda *_, revision=None: str(cached[revision]))
+    monkeypatch.setattr("comb.model.weights.check_weights", lambda _: None)
+    check_checkpoint(adapter)
+    edit(adapter / "config.json", backbone_config=None)
+    check_checkpoint(adapter, str(saved / "main"))
 
 
 def test_keys_and_weights_of_a_newer_version_are_named(saved: Path, caplog: pytest.LogCaptureFixture) -> None:

@@ -216,6 +216,8 @@ def test_a_moved_backbone_is_named_where_it_is_now(run: Callable[..., Any], tiny
         result = invoke("eval", *options)
         assert result.exit_code == 0, result.output
     backbone(seed=1).save_pretrained(here)  # another of its size
+    moved = run(*again[::2], f"train.output_dir={tmp_path / 'third'}", "--dry-run")
+    assert moved.exit_code == 0, moved.output
     for result in (run(*again[:2], f"model.backbone={here}"), invoke("eval", str(first), "--backbone", str(here))):
         assert re.search("embedding differs .* this adapter belongs to", str(result.exception))
     refused = invoke("eval", str(there), "data=rows.jsonl", "--backbone", str(there))

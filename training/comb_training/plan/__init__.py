@@ -78,10 +78,12 @@ def plan(config: Config) -> Plan:
     make no sense, data that is damaged, an example over the budget of a batch, or a backbone that isn't supported. What
     is merely not here (data, tokenizer, the backbone's configuration) is said in `Plan.notes`."""
     name = config.model.init_from or config.model.backbone
-    for named in filter(None, (name, config.train.teacher)):
-        place = resolve_name(named)
-        with suppress(OSError):  # what isn't here is a note
-            check_checkpoint(place)  # damage is found now, not when it is loaded
+    # an adapter goes on on `model.backbone`, wherever the one was that it names
+    for named, backbone in ((name, config.model.init_from and config.model.backbone), (config.train.teacher, None)):
+        if named:
+            place = resolve_name(named)
+            with suppress(OSError):  # what isn't here is a note
+                check_checkpoint(place, backbone)  # damage is found now, not when it is loaded
     deepspeed = deepspeed_settings(config.train)
     result = Plan(config, distributed.world_size(), size=PassSize.of_budget(config.train))
     try:
