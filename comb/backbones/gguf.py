@@ -52,7 +52,7 @@ def gguf_file(path: Path) -> Path | None:
     if not path.is_dir() or (path / "config.json").exists():
         return None
     found = sorted(file for file in path.glob(f"*{SUFFIX}") if file.is_file())
-    if any(re.search(r"-\d{5}-of-\d{5}$", file.stem) for file in found):
+    if any(re.search(r"-\d{5}-of-(?!00001)\d{5}$", file.stem) for file in found):
         raise OSError(f"{path} holds a model in several GGUF files: {_JOIN}")
     if len(found) > 1:
         raise OSError(f"{path} holds {len(found)} GGUF files: name one of {', '.join(file.name for file in found)}")

@@ -20,7 +20,10 @@ def own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_which_file_a_path_names(tmp_path: Path) -> None:
-    (tmp_path / "a.gguf").write_bytes(b"GGUF")
+    whole = tmp_path / "a-00001-of-00001.gguf"  # as splitting leaves what is small
+    whole.write_bytes(b"GGUF")
+    assert gguf_file(tmp_path) == whole
+    whole.rename(tmp_path / "a.gguf")
     assert gguf_file(tmp_path) == gguf_file(tmp_path / "a.gguf") == tmp_path / "a.gguf"
     (tmp_path / "b.gguf").write_bytes(b"GGUF")
     with pytest.raises(OSError, match=r"2 GGUF files: name one of a\.gguf, b\.gguf"):
