@@ -53,11 +53,14 @@ class LinkedDocuments:
     def _layout(self, rows: Sequence[Sequence[Tensor]]) -> tuple[Tensor, ...]:
         """Rows of documents [cross_layers, tokens, kv_heads, head_dim] -> per cross layer
         [rows, kv_heads, longest, head_dim], or, packed, [1, kv_heads, all tokens, head_dim]."""
-        joined = [torch.cat(list(documents), dim=1).transpose(1, 2) for documents in rows]
         if self.packed:
-            joined = [torch.cat(joined, dim=2)]
-        longest = max(row.shape[2] for row in joined)
-        padded = [nn.functional.pad(row, (0, 0, 0, longest - row.shape[2])) for row in joined]
+            rows = [[document for documents in rows for document in documents]]
+        counts = [sum(document.shape[1] for document in documents) for documents in rows]
+        padded = []
+        for documents, count in zip(rows, counts, strict=True):  # padded as they are joined: one copy less of them all
+            layers, _, *size = documents[0].shape
+            padding = documents[0].new_zeros(layers, max(counts) - count, *size)
+            padded.append(torch.cat([*documents, padding], dim=1).transpose(1, 2))
         # taken apart at once: an index per layer would have a gradient as large as all of them
         return torch.stack(padded, dim=1).unbind()
 
